@@ -1,0 +1,140 @@
+"""The integer program as plain data: the one object that solver, brute force and notebooks read.
+
+    minimise    sum_v c_v[x_v]  +  sum_{e=(u,v)} C_e[p_e[x_u], q_e[x_v]]
+    subject to  for every time t:  sum of bytes of all lifetimes alive at t  <=  capacity
+
+``x_v`` is the strategy chosen at node v. An edge's table is indexed by *labels*: ``p_e`` maps the strategies of u, and
+``q_e`` those of v, to rows and columns (many strategies share one tensor layout, so tables stay small).
+A forbidden choice costs ``inf``; no finite number stands for "impossible".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A decision. ``costs[s]`` in seconds (float64; ``inf`` forbids); ``bytes[s]`` held during its lifetimes."""
+
+    name: str
+    costs: np.ndarray
+    bytes: np.ndarray | None = None  # int64, one per strategy
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """A cost that depends on two decisions, with ``u != v``; ``bytes`` (same shape as ``table``) is held likewise."""
+
+    u: int
+    v: int
+    u_labels: np.ndarray  # int, strategies of u -> rows
+    v_labels: np.ndarray  # int, strategies of v -> columns
+    table: np.ndarray  # float64 seconds, rows x columns
+    bytes: np.ndarray | None = None  # int64, rows x columns
+
+
+@dataclass(frozen=True, eq=False)
+class Lifetimes:
+    """Half-open intervals of time during which a node's or an edge's bytes are held; parallel integer arrays.
+
+    One owner may have many lifetimes (a repeated layer folded into one node has one per repetition).
+    """
+
+    is_edge: np.ndarray  # bool: owner indexes edges, else nodes
+    owner: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+    @staticmethod
+    def empty() -> Lifetimes:
+        zero = np.zeros(0, np.int64)
+        return Lifetimes(np.zeros(0, bool), zero, zero, zero)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """An integer program; ``capacity`` in bytes per device (``None``: no memory constraint)."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    lifetimes: Lifetimes = field(default_factory=Lifetimes.empty)
+    capacity: int | None = None
+
+    def cost(self, choices: Sequence[int] | np.ndarray) -> float:
+        """Objective in seconds of one strategy per node."""
+        total = sum(float(n.costs[s]) for n, s in zip(self.nodes, choices, strict=True))
+        for e in self.edges:
+            total += float(e.table[e.u_labels[choices[e.u]], e.v_labels[choices[e.v]]])
+        return total
+
+    def usage_over_time(self, choices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Bytes held at each time step under ``choices`` (int64; empty without lifetimes)."""
+        lt = self.lifetimes
+        if not len(lt.owner):
+            return np.zeros(0, np.int64)
+        node_bytes = np.array([0 if n.bytes is None else n.bytes[s] for n, s in zip(self.nodes, choices, strict=True)])
+        edge_bytes = np.array(
+            [
+                0 if e.bytes is None else e.bytes[e.u_labels[choices[e.u]], e.v_labels[choices[e.v]]]
+                for e in self.edges
+            ],
+            dtype=np.int64,
+        )
+        held = np.empty(len(lt.owner), np.int64)
+        held[~lt.is_edge] = node_bytes[lt.owner[~lt.is_edge]]
+        held[lt.is_edge] = edge_bytes[lt.owner[lt.is_edge]]
+        delta = np.zeros(int(lt.end.max()) + 1, np.int64)
+        np.add.at(delta, lt.start, held)
+        np.add.at(delta, lt.end, -held)
+        return np.cumsum(delta)[:-1]
+
+    def peak(self, choices: Sequence[int] | np.ndarray) -> int:
+        """Largest usage over time in bytes."""
+        usage = self.usage_over_time(choices)
+        return int(usage.max()) if len(usage) else 0
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """How to solve.
+
+    Args:
+        time_limit: seconds; the best plan found so far is returned when they run out.
+        relative_gap: stop once (objective - bound) / objective is at most this; 0.0 proves optimality.
+        seed: same seed, same program, same plan.
+        workers: solver threads; None: the number of cores.
+        fold_layers: tie repeated layers (structurally equal neighbourhoods) to one decision.
+        strict: an unknown primitive is an error instead of being kept whole.
+    """
+
+    time_limit: float = 60.0
+    relative_gap: float = 0.0
+    seed: int = 0
+    workers: int | None = None
+    fold_layers: bool = True
+    strict: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Answer of a solver. ``status`` is "optimal", "feasible" or "infeasible"; bound and objective in seconds."""
+
+    status: str
+    choices: np.ndarray | None
+    objective: float
+    lower_bound: float
+    peak_bytes: int
+    seconds: float
+    report: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """(objective - bound) / objective, 0.0 when proved optimal or free."""
+        if self.status == "optimal" or self.objective <= 0:
+            return 0.0
+        return max(0.0, (self.objective - self.lower_bound) / self.objective)
