@@ -1,0 +1,12 @@
+"""Eight virtual CPU devices for every test; set before any backend starts."""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
