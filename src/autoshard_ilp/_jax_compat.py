@@ -1,0 +1,119 @@
+"""The only place that imports private or moving parts of JAX (``jax.extend`` and what lies behind an equation).
+
+Everything else asks these functions. When JAX renames something, this file changes and nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as _core
+from jax.extend import source_info_util as _source_info
+
+#: Equations that merely call another jaxpr, and the parameter that holds it; they are inlined.
+CALL_PARAMS: Mapping[str, str] = {
+    "pjit": "jaxpr",
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_jvp_call_jaxpr": "fun_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "composite": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+
+REMAT_PRIMITIVES = frozenset({"remat", "remat2", "checkpoint"})
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an equation's operand is a literal (``.val``) rather than a variable."""
+    return isinstance(atom, _core.Literal)
+
+
+def called_jaxpr(primitive: str, params: Mapping[str, Any]) -> tuple[Any, Sequence[Any]] | None:
+    """The jaxpr and its constants that a calling equation runs; None for any other equation."""
+    name = CALL_PARAMS.get(primitive)
+    if name is None or name not in params:
+        return None
+    return open_jaxpr(params[name])
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """``(jaxpr, constants)`` of an open or a closed jaxpr."""
+    if isinstance(jaxpr, _core.ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
+
+
+def used_inputs(closed_jaxpr: Any) -> tuple[int, ...]:
+    """Positions of the inputs that a jaxpr reads."""
+    jaxpr, _ = open_jaxpr(closed_jaxpr)
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    return tuple(i for i, v in enumerate(jaxpr.invars) if id(v) in read)
+
+
+def run_jaxpr(closed_jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a closed jaxpr; an input that it does not read may be None."""
+    jaxpr, consts = open_jaxpr(closed_jaxpr)
+    return list(jax.core.eval_jaxpr(jaxpr, consts, *args))
+
+
+def bind_equation(eqn: Any, args: Sequence[Any], name_stack: Any) -> list[Any]:
+    """Runs one equation on ``args`` under its own source line, name stack and context.
+
+    Args:
+        eqn: a jaxpr equation.
+        args: values of its operands.
+        name_stack: name stack relative to the function being traced now.
+
+    Returns:
+        its results, always as a list.
+    """
+    params = eqn.primitive.get_bind_params(eqn.params)
+    stack = _source_info.current_name_stack() + name_stack
+    with _source_info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def under_name_stack(name_stack: Any) -> Any:
+    """Context manager: what is traced inside carries ``name_stack`` (relative to the function being traced now)."""
+    return _source_info.set_name_stack(_source_info.current_name_stack() + name_stack)
+
+
+def empty_name_stack() -> Any:
+    """The name stack without any name."""
+    return _source_info.new_name_stack()
+
+
+def source_line(eqn: Any) -> str:
+    """The user's line behind an equation, ``"file.py:12 (function)"``; empty when it is unknown."""
+    return _source_info.summarize(eqn.source_info) if eqn.source_info.traceback is not None else ""
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    """Whether a dtype is one of JAX's typed random keys."""
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+@cache
+def dtype_name_and_size(dtype: Any) -> tuple[str, float]:
+    """Name of a dtype and its bytes per element; sub-byte integers count their bits, keys their raw words."""
+    if dtype is None:
+        return "token", 0.0
+    if is_key_dtype(dtype):
+        return str(dtype), float(dtype.itemsize)
+    name = np.dtype(dtype).name
+    if name.startswith(("int", "uint")):
+        return name, jax.numpy.iinfo(dtype).bits / 8
+    return name, float(np.dtype(dtype).itemsize)
