@@ -1,0 +1,255 @@
+"""Shapes of one global batch: from what the user gives, or derived from the model and its loss. No data is needed.
+
+Everything here is ``jax.ShapeDtypeStruct``; leading dimension: the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard_ilp.errors import InputShapeError
+
+DEFAULT_BATCH_SIZE = 32  # the default of keras.Model.fit
+
+_SHAPES = "as a pytree of arrays, jax.ShapeDtypeStruct or keras.KerasTensor with the shapes of one global batch"
+_GIVE_INPUTS = f"Give inputs= {_SHAPES}."
+_GIVE_TARGETS = f"Give targets= {_SHAPES}."
+
+
+def default_batch_size(device_count: int) -> int:
+    """Keras's own default of 32, rounded up to a multiple of the number of devices."""
+    if device_count < 1:
+        raise InputShapeError(f"device_count must be at least 1. Received: {device_count}.")
+    return -(-DEFAULT_BATCH_SIZE // device_count) * device_count
+
+
+def input_specs(
+    model: Any,
+    inputs: Any,
+    *,
+    batch_size: int | None,
+    sequence_length: int | None,
+    device_count: int,
+) -> tuple[Any, int]:
+    """Shapes of the model's inputs and the global batch size.
+
+    Args:
+        model: a Keras model; its symbolic inputs are used where ``inputs`` is ``None``.
+        inputs: pytree of arrays, shapes or KerasTensors; ``None`` dimensions are filled in as below.
+        batch_size: global batch; ``None``: what ``inputs`` or the model fix, else :func:`default_batch_size`.
+        sequence_length: fills the one unknown dimension (other than the batch) of each input.
+        device_count: see :func:`default_batch_size`.
+
+    Returns:
+        pytree of ``jax.ShapeDtypeStruct``, and the batch size.
+
+    Raises:
+        InputShapeError: no inputs are known, a dimension is unknown, or batch sizes disagree.
+    """
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise InputShapeError(f"batch_size must be a positive integer. Received: {batch_size!r}.")
+    if sequence_length is not None and sequence_length < 1:
+        raise InputShapeError(f"sequence_length must be a positive integer. Received: {sequence_length!r}.")
+    given = inputs is not None
+    structure = inputs if given else symbolic_inputs(model)
+    if structure is None:
+        raise InputShapeError(
+            f"The input shapes of model {model.name!r} ({type(model).__name__}) are not known: it is not a functional "
+            f"model, and a Sequential model knows them only when it starts with keras.Input. {_GIVE_INPUTS}"
+        )
+    return complete_specs(
+        structure, kind="inputs", batch_size=batch_size, sequence_length=sequence_length, device_count=device_count
+    )
+
+
+def symbolic_inputs(model: Any) -> Any:
+    """The structure of KerasTensors of a functional (or built Sequential) model, ``None`` for any other."""
+    try:
+        structure = model.input
+    except (AttributeError, ValueError):
+        return None
+    leaves = _leaves(structure)
+    return structure if leaves and all(hasattr(t, "shape") and hasattr(t, "dtype") for t in leaves) else None
+
+
+def complete_specs(
+    structure: Any,
+    *,
+    kind: str,
+    batch_size: int | None,
+    sequence_length: int | None = None,
+    device_count: int = 1,
+) -> tuple[Any, int]:
+    """Replace every leaf by a ``jax.ShapeDtypeStruct`` without unknown dimensions; see :func:`input_specs`."""
+    import jax
+
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(structure, is_leaf=_is_spec)
+    described = [(leaf_name(path), *_shape_and_dtype(leaf, f"{kind}/{leaf_name(path)}")) for path, leaf in leaves]
+    if not described:
+        raise InputShapeError(f"{kind} must hold at least one array. Received: {structure!r}.")
+    fixed = {shape[0] for _, shape, _ in described if shape and shape[0] is not None}
+    if batch_size is None:
+        if len(fixed) > 1:
+            raise InputShapeError(
+                f"All {kind} must have the same first dimension, the global batch. Received: "
+                f"{ {name: shape for name, shape, _ in described} }. Give batch_size= or fix the shapes."
+            )
+        batch_size = fixed.pop() if fixed else default_batch_size(device_count)
+    elif fixed - {batch_size}:
+        raise InputShapeError(
+            f"The first dimension of all {kind} must be the global batch, {batch_size}. Received: "
+            f"{ {name: shape for name, shape, _ in described} }. Give the shapes of one whole global "
+            f"batch, and a batch_size that agrees with them (or none)."
+        )
+    specs = [
+        jax.ShapeDtypeStruct(_fill(f"{kind}/{name}", shape, batch_size, sequence_length), dtype)
+        for name, shape, dtype in described
+    ]
+    return jax.tree_util.tree_unflatten(treedef, specs), batch_size
+
+
+def _fill(name: str, shape: tuple[int | None, ...], batch_size: int, sequence_length: int | None) -> tuple[int, ...]:
+    """Fill unknown dimensions: the first with the batch, one more with the sequence length."""
+    unknown = [d for d, size in enumerate(shape) if size is None and d > 0]
+    if unknown and (sequence_length is None or len(unknown) > 1):
+        option = " or sequence_length=" if len(unknown) == 1 else ""
+        raise InputShapeError(
+            f"Every dimension of a batch must be known. Received: {name} of shape {shape}, whose dimension "
+            f"{unknown[0]} is None. {_GIVE_INPUTS[:-1]}{', ' + option.strip() if option else ''}."
+        )
+    filled = [batch_size if d == 0 and size is None else size for d, size in enumerate(shape)]
+    return tuple(sequence_length if size is None else size for size in filled)  # type: ignore[misc]
+
+
+def _shape_and_dtype(leaf: Any, name: str) -> tuple[tuple[int | None, ...], Any]:
+    """Shape and (canonical JAX) dtype of an array, a ShapeDtypeStruct, a KerasTensor or a number."""
+    import jax
+    import numpy as np
+
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+    if getattr(leaf, "sparse", False):
+        raise InputShapeError(f"Sparse tensors cannot be planned. Received: {name}, sparse. Give a dense input.")
+    try:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    except TypeError as error:
+        raise InputShapeError(
+            f"Inputs must be numbers or booleans; strings are turned into numbers by preprocessing, before the step. "
+            f"Received: {name} of dtype {leaf.dtype}. {_GIVE_INPUTS}"
+        ) from error
+    return tuple(leaf.shape), dtype
+
+
+def _is_spec(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _leaves(structure: Any) -> list[Any]:
+    import jax
+
+    return jax.tree.leaves(structure, is_leaf=_is_spec)
+
+
+def leaf_name(path: Sequence[Any]) -> str:
+    """Keys of a pytree path joined by "/"; "" for a lone leaf."""
+    parts = []
+    for key in path:
+        for attribute in ("key", "idx", "name"):
+            if hasattr(key, attribute):
+                parts.append(str(getattr(key, attribute)))
+                break
+    return "/".join(parts)
+
+
+def target_specs(model: Any, outputs: Any) -> Any:
+    """Shapes of the targets, derived from the compiled loss and the model's outputs.
+
+    A sparse categorical loss takes integer labels of the output's shape without its last dimension; any other loss is
+    assumed to take floats of the output's shape. Outputs without a loss get a target too, as Keras expects one.
+
+    Args:
+        model: a compiled Keras model.
+        outputs: its outputs, a structure of KerasTensors without unknown dimensions.
+
+    Returns:
+        A structure of ``jax.ShapeDtypeStruct`` like ``outputs``; ``None`` when the model has no compiled loss.
+
+    Raises:
+        InputShapeError: the loss leaves the shape of the labels open.
+    """
+    import jax
+    import keras
+
+    compiled = getattr(model, "_compile_loss", None)
+    if compiled is None:
+        return None
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(outputs, is_leaf=_is_spec)
+    names = [leaf_name(path) for path, _ in leaves]
+    losses = _loss_per_output(compiled._user_loss, names, list(getattr(model, "output_names", None) or []))
+    labels = [
+        _label_spec(loss, tuple(leaf.shape), keras.config.floatx(), name or "output")
+        for loss, (_, leaf), name in zip(losses, leaves, names, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(treedef, labels)
+
+
+def _loss_per_output(loss: Any, names: Sequence[str], output_names: Sequence[str]) -> list[Any]:
+    """One loss (or ``None``) per flat output; follows how Keras matches ``compile(loss=...)`` with outputs."""
+    import jax
+
+    count = len(names)
+    if isinstance(loss, dict):
+        flat = {leaf_name(path): value for path, value in jax.tree_util.tree_flatten_with_path(loss)[0]}
+        if count == 1 and len(flat) == 1:
+            return list(flat.values())
+        if set(flat) <= set(names):
+            return [flat.get(name) for name in names]
+        if len(output_names) == count and set(flat) <= set(output_names):
+            return [flat.get(name) for name in output_names]
+    elif isinstance(loss, (list, tuple)):
+        flat_list = jax.tree.leaves(loss, is_leaf=lambda x: x is None)
+        if len(flat_list) == count:
+            return flat_list
+        if count == 1 and flat_list:
+            return flat_list[:1]
+    else:
+        return [loss] * count
+    raise InputShapeError(
+        f"The compiled losses cannot be matched with the model's outputs. Received: loss={loss!r} for the outputs "
+        f"{list(output_names) or list(names)}. {_GIVE_TARGETS}"
+    )
+
+
+def _label_spec(loss: Any, shape: tuple[int, ...], floatx: str, name: str) -> Any:
+    import jax
+
+    identifier = loss_identifier(loss)
+    if identifier in ("crossentropy", "ce") and shape and shape[-1] != 1:
+        raise InputShapeError(
+            f"The loss {loss!r} of {name!r} takes integer labels or one-hot labels. Received: no targets to tell "
+            f"which. {_GIVE_TARGETS}"
+        )
+    if identifier in ("ctc", "circle"):
+        raise InputShapeError(f"The loss {identifier!r} of {name!r} does not fix its labels' shape. {_GIVE_TARGETS}")
+    if "sparsecategorical" in identifier:
+        return jax.ShapeDtypeStruct(shape[:-1], "int32")
+    return jax.ShapeDtypeStruct(shape, floatx)
+
+
+def loss_identifier(loss: Any) -> str:
+    """Name, in lower case and without underscores, of a loss: a string, a function or a ``keras.losses.Loss``."""
+    import keras
+
+    if loss is None:
+        return ""
+    if isinstance(loss, str):
+        name = loss
+    elif isinstance(loss, keras.losses.Loss):
+        wrapped: Callable[..., Any] | None = getattr(loss, "fn", None)
+        name = type(loss).__name__ + (getattr(wrapped, "__name__", "") if wrapped is not None else "")
+        if type(loss).__name__ in ("CTC", "Circle"):
+            name = type(loss).__name__
+    else:
+        name = getattr(loss, "__name__", type(loss).__name__)
+    return name.lower().replace("_", "")
