@@ -1,0 +1,207 @@
+"""From the cost table to the integer program: nodes, edges, and who holds how many bytes when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard_ilp.costs.memory import fusible
+from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, flow_table, flow_tensor, operand_labels
+from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
+from autoshard_ilp.sharding import local_bytes
+
+OBJECTIVES = ("step_time", "communication")
+TIE_BREAK = 1e-6
+"""Under objective="communication" compute still counts this little, so that ties go to the faster plan."""
+
+SMALL_BYTES = 1024
+"""Tensors smaller than this, whole, are left out of the memory account."""
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A program with what its lifetimes stand for.
+
+    Attributes:
+        program: the integer program; node i is class i of the table, edges[k] is flows[k] for k < len(flows).
+        categories: per lifetime: parameters, optimizer, state, inputs, gradients, activations, gathered.
+        labels: per lifetime: what is held, a path or a layer's scope.
+    """
+
+    program: Program
+    categories: tuple[str, ...]
+    labels: tuple[str, ...]
+
+
+class _Account:
+    """Collects lifetimes; an owner has one byte table, so further tables of one node become edges of one column."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[bool, int, int, int]] = []
+        self.categories: list[str] = []
+        self.labels: list[str] = []
+
+    def hold(self, is_edge: bool, owner: int, start: int, end: int, category: str, label: str) -> None:
+        self.rows.append((is_edge, owner, start, max(end, start + 1)))
+        self.categories.append(category)
+        self.labels.append(label)
+
+    def lifetimes(self) -> Lifetimes:
+        if not self.rows:
+            return Lifetimes.empty()
+        is_edge, owner, start, end = zip(*self.rows, strict=True)
+        return Lifetimes(np.array(is_edge), np.array(owner), np.array(start), np.array(end))
+
+
+def build_program(
+    table: CostTable, roles: Mapping[int, str], *, capacity: int | None, objective: str = "step_time"
+) -> Built:
+    """Lays a cost table out as an integer program.
+
+    Args:
+        roles: argument op id -> memory category.
+        capacity: bytes per device, or None.
+        objective: "step_time" or "communication".
+    """
+    account = _Account()
+    weight = 1.0 if objective == "step_time" else TIE_BREAK
+    node_bytes: dict[int, np.ndarray] = {}
+    extra: list[Edge] = []
+    costs = [c.count * (weight * c.compute_seconds + c.communication_seconds) for c in table.classes]
+    edges: list[Edge] = []
+    for flow in table.flows:
+        edges.append(_edge(table, flow, len(edges), account, costs))
+    for index in range(len(table.classes)):
+        _hold_results(table, index, roles, account, node_bytes, extra, len(edges))
+    nodes = tuple(
+        Node(table.graph.ops[c.members[0]].scope or table.graph.ops[c.members[0]].path, cost, node_bytes.get(i))
+        for i, (c, cost) in enumerate(zip(table.classes, costs, strict=True))
+    )
+    live = [e for e in (*edges, *extra)]
+    program = Program(nodes, tuple(live), account.lifetimes(), capacity)
+    return Built(_without_loops(program), tuple(account.categories), tuple(account.labels))
+
+
+def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: list[np.ndarray]) -> Edge:
+    seconds, copies = flow_table(table, flow)
+    u, v = table.classes[flow.u].results[flow.result], operand_labels(table, flow)
+    if copies.any() and _counts(table, flow):
+        for op_id, operand in flow.uses:
+            start, end = _copy_lifetime(table, flow, op_id)
+            account.hold(True, index, start, end, "gathered", _label(table, op_id, operand))
+    return Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, flow.count * seconds, copies)
+
+
+def _counts(table: CostTable, flow: Flow) -> bool:
+    tensor = flow_tensor(table, flow)
+    consumer = table.graph.ops[flow.uses[0][0]]
+    return int(np.prod(tensor.shape)) * tensor.itemsize >= SMALL_BYTES and consumer.primitive != "result"
+
+
+def _copy_lifetime(table: CostTable, flow: Flow, op_id: int) -> tuple[int, int]:
+    """A hub's copy lives until its last consumer; a reused one from the forward pass on; others for their operation."""
+    buffers, op = table.buffers, table.graph.ops[op_id]
+    start = int(buffers.time[op_id])
+    last = max((int(buffers.last_use[t]) for t in op.outputs), default=start)
+    if flow.operand == REUSE:
+        first = table.graph.ops[op.params["first"]]
+        return int(buffers.last_use[first.outputs[0]]) + 1, last + 1
+    if op.primitive == "hub" or (fusible(op) and op.outputs and not any(buffers.stored[t] for t in op.outputs)):
+        return start, last + 1
+    return start, start + 1
+
+
+def _label(table: CostTable, op_id: int, operand: int) -> str:
+    op = table.graph.ops[op_id]
+    producer = table.graph.tensors[op.inputs[operand]].producer
+    path = table.graph.ops[producer].path if producer is not None else ""
+    return path or op.scope or op.primitive
+
+
+def _hold_results(
+    table: CostTable,
+    index: int,
+    roles: Mapping[int, str],
+    account: _Account,
+    node_bytes: dict[int, np.ndarray],
+    extra: list[Edge],
+    n_edges: int,
+) -> None:
+    """Bytes of a class's results, and of partial results until they are scattered."""
+    cls = table.classes[index]
+    graph, buffers, sizes = table.graph, table.buffers, table.axis_sizes
+    representative = graph.ops[cls.members[0]]
+
+    def hold(held: np.ndarray, starts_ends: list[tuple[int, int, str, str]]) -> None:
+        if not held.any():
+            return
+        if index not in node_bytes or np.array_equal(node_bytes[index], held):
+            node_bytes[index] = held
+            is_edge, owner = False, index
+        else:
+            other = 0 if index else 1
+            if other >= len(table.classes):
+                return
+            zeros = np.zeros(len(table.classes[other].strategies), np.int64)
+            column = np.zeros((len(held), 1))
+            is_edge, owner = True, n_edges + len(extra)
+            extra.append(Edge(index, other, np.arange(len(held)), zeros, column, held[:, None]))
+        for start, end, category, label in starts_ends:
+            account.hold(is_edge, owner, start, end, category, label)
+
+    for j, t in enumerate(representative.outputs):
+        tensor = graph.tensors[t]
+        if not buffers.stored[t] or np.prod(tensor.shape) * tensor.itemsize < SMALL_BYTES:
+            continue
+        held = np.array([local_bytes(tensor.shape, tensor.itemsize, s.results[j], sizes) for s in cls.strategies])
+        spans = []
+        for m in cls.members:
+            out = graph.ops[m].outputs[j]
+            category, label = _category(table, m, out, roles)
+            spans.append((int(buffers.start[out]), int(buffers.end[out]), category, label))
+        hold(held, spans)
+    if representative.primitive not in BOUNDARY and any(s.resolutions for s in cls.strategies):
+        tensor = graph.tensors[representative.outputs[0]]
+        held = np.array(
+            [
+                local_bytes(tensor.shape, tensor.itemsize, s.partial, sizes) if s.partial not in (None, s.results[0]) else 0
+                for s in cls.strategies
+            ]
+        )
+        spans = [(int(buffers.time[m]), int(buffers.time[m]) + 1, "activations", graph.ops[m].scope) for m in cls.members]
+        hold(held, spans)
+
+
+def _category(table: CostTable, op_id: int, tensor: int, roles: Mapping[int, str]) -> tuple[str, str]:
+    op = table.graph.ops[op_id]
+    if op.primitive == "argument":
+        return roles.get(op_id, "inputs"), op.path
+    if op.phase == "backward" and any(
+        table.graph.ops[c].phase == "update" or table.graph.ops[c].primitive == "result"
+        for c, _ in table.graph.tensors[tensor].consumers
+    ):
+        return "gradients", op.scope
+    return "activations", op.scope or op.primitive
+
+
+def _without_loops(program: Program) -> Program:
+    """Edges from a node to itself (a repeated layer feeding the next) become node costs.
+
+    The edge keeps its place, with a zero table, so that edge numbers stay those of the flows; its bytes are moved to
+    an edge of one column, since every edge must join two nodes.
+    """
+    costs = [n.costs for n in program.nodes]
+    edges: list[Edge] = []
+    for e in program.edges:
+        if e.u != e.v:
+            edges.append(e)
+            continue
+        costs[e.u] = costs[e.u] + e.table[e.u_labels, e.v_labels]
+        own = e.bytes[e.u_labels, e.v_labels] if e.bytes is not None else np.zeros(len(e.u_labels), np.int64)
+        other = 0 if e.u else min(1, len(program.nodes) - 1)
+        zeros = np.zeros(len(program.nodes[other].costs), np.int64)
+        edges.append(Edge(e.u, other, np.arange(len(own)), zeros, np.zeros((len(own), 1)), own[:, None]))
+    nodes = tuple(Node(n.name, c, n.bytes) for n, c in zip(program.nodes, costs, strict=True))
+    return Program(nodes, tuple(edges), program.lifetimes, program.capacity)

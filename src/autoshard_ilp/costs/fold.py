@@ -1,0 +1,48 @@
+"""Repeated layers: operations that look alike, in surroundings that look alike, share one decision.
+
+Two operations are tied when the windows of operations around them, in program order, are equal in primitive, shapes,
+rule and buffers. Names play no part. Program order walks a layer before it enters the next, so a window a little
+shorter than a layer tells its operations apart, yet ends within the first and the last layer, which stay free.
+
+Tying is a restriction: every tied assignment is a valid assignment of the whole step, with exactly the cost of its
+parts times their number. The plan's optimality is proved for the tied problem and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+WINDOW = 40
+"""Operations looked at on either side."""
+
+ARGUMENT_WINDOW = 8
+"""The same among arguments and results, which follow the order of the layers too but are fewer."""
+
+_MODULUS = (1 << 61) - 1
+_BASE = 1_000_003
+
+
+def fold(signatures: Sequence[Hashable], windows: Sequence[int]) -> list[int]:
+    """Class of each operation, numbered by first appearance.
+
+    Args:
+        signatures: one per operation in program order; equal signatures price alike.
+        windows: how many neighbours on either side must look alike as well.
+    """
+    names: dict[Hashable, int] = {}
+    codes = [names.setdefault(s, len(names)) + 1 for s in signatures]
+    prefix, powers = [0], [1]
+    for code in codes:
+        prefix.append((prefix[-1] * _BASE + code) % _MODULUS)
+        powers.append(powers[-1] * _BASE % _MODULUS)
+
+    def digest(start: int, stop: int) -> int:
+        return (prefix[stop] - prefix[start] * powers[stop - start]) % _MODULUS
+
+    classes: dict[Hashable, int] = {}
+    result = []
+    for i, (code, window) in enumerate(zip(codes, windows, strict=True)):
+        start, stop = max(0, i - window), min(len(codes), i + window + 1)
+        key = (code, i - start, stop - i, digest(start, i), digest(i, stop))
+        result.append(classes.setdefault(key, len(classes)))
+    return result

@@ -1,0 +1,226 @@
+"""Which tensors get a buffer, and from when to when it is held.
+
+XLA does not materialise everything: views (reshape, transpose folded into its consumer) share their operand's buffer,
+and chains of elementwise operations are fused, so that only what leaves the fusion is written. The rules here follow
+XLA's instruction fusion in outline: a fusible operation is recomputed inside each consumer when that is cheap, and
+written once when several consumers need an expensive one, or when a consumer (matrix product, convolution, gather,
+sort, a result of the step) cannot fuse it.
+
+Time is program order, except that parameter updates run as soon as their operands are known: every XLA scheduler that
+minimises memory does so, since an update frees a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard_ilp.graph import Graph, Op
+
+VIEWS = frozenset(
+    "reshape squeeze expand_dims transpose bitcast_convert_type copy copy_p stop_gradient hub loop_invariant loop_slice "
+    "branch_merge optimization_barrier sharding_constraint random_wrap random_unwrap loop_carry".split()
+)
+"""Operations whose result shares its operand's buffer (or is a free slice of it)."""
+
+EXPENSIVE = frozenset(
+    "exp exp2 expm1 log log1p tanh tan sin cos sinh cosh asin acos atan atan2 erf erfc erf_inv logistic pow div rsqrt "
+    "sqrt cbrt lgamma digamma rem random_bits threefry2x32 integer_pow_big".split()
+)
+"""Elementwise operations that XLA does not duplicate into several consumers (HloInstruction expensive opcodes)."""
+
+UNFUSIBLE = frozenset(
+    "dot_general ragged_dot conv_general_dilated gather scatter scatter-add scatter_add scatter-mul scatter-min "
+    "scatter-max sort top_k cumsum cumprod cummax cummin cumlogsumexp fft cholesky triangular_solve qr eigh svd lu "
+    "reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add "
+    "argmax argmin result loop_stack".split()
+)
+"""Operations that read their operands from memory and write their result to memory."""
+
+REDUCTIONS = ("reduce_", "argm")
+
+
+@dataclass(frozen=True, eq=False)
+class Buffers:
+    """Buffers of a graph, per tensor id; times are half-open steps of program order.
+
+    Attributes:
+        stored: whether the tensor has a buffer of its own.
+        start, end: when that buffer is held (meaningful where stored).
+        root: the tensor whose buffer a view reads.
+        reads: per op, operand tensors counted as read from memory (each buffer once per fused group).
+        last_use: last time any consumer, through views and fusions, needs the tensor.
+        time: time of each op.
+        horizon: number of time steps.
+    """
+
+    stored: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    root: np.ndarray
+    reads: tuple[tuple[int, ...], ...]
+    last_use: np.ndarray
+    time: np.ndarray
+    horizon: int
+
+
+def fusible(op: Op) -> bool:
+    """Whether XLA may compute the operation inside its consumer."""
+    return op.primitive not in UNFUSIBLE and not op.primitive.startswith(REDUCTIONS)
+
+
+def analyse(graph: Graph) -> Buffers:
+    """Finds the buffers of a graph."""
+    root = _roots(graph)
+    stored = _stored(graph, root)
+    time = schedule(graph)
+    horizon = int(time.max()) + 1 if len(time) else 1
+    last_use = _last_uses(graph, root, stored, time)
+    start = np.zeros(len(graph.tensors), np.int64)
+    end = np.zeros(len(graph.tensors), np.int64)
+    held_to_end = {graph.ops[r].inputs[0] for r in graph.results}
+    for t in graph.tensors:
+        if t.producer is None:
+            continue
+        producer = graph.ops[t.producer]
+        if producer.primitive == "argument":
+            start[t.id], end[t.id] = 0, horizon
+        else:
+            start[t.id] = _region_start(graph, producer, time) if producer.primitive == "loop_stack" else time[t.producer]
+            end[t.id] = horizon if t.id in held_to_end else max(last_use[t.id], start[t.id]) + 1
+    return Buffers(stored, start, end, root, _reads(graph, root, stored), last_use, time, horizon)
+
+
+def schedule(graph: Graph) -> np.ndarray:
+    """Time of each op: program order, with update operations as soon as their operands are known."""
+    time = np.arange(len(graph.ops), dtype=np.int64)
+    for op in graph.ops:
+        if op.phase != "update" or op.region or op.primitive in ("argument", "constant"):
+            continue
+        producers = [graph.tensors[t].producer for t in op.inputs]
+        time[op.id] = max((int(time[p]) for p in producers if p is not None), default=0)
+    for result in graph.results:
+        producer = graph.tensors[graph.ops[result].inputs[0]].producer
+        time[result] = time[producer] if producer is not None else 0
+    return time
+
+
+def _roots(graph: Graph) -> np.ndarray:
+    root = np.arange(len(graph.tensors))
+    for op in graph.ops:
+        if op.primitive not in VIEWS:
+            continue
+        for position, out in enumerate(op.outputs):
+            source = op.inputs[min(position, len(op.inputs) - 1)] if op.primitive != "loop_carry" else op.inputs[0]
+            if graph.tensors[source].literal is None:
+                root[out] = root[source]
+    return root
+
+
+def _stored(graph: Graph, root: np.ndarray) -> np.ndarray:
+    """Whether each tensor is written to memory (see the module docstring)."""
+    readers: list[list[Op]] = [[] for _ in graph.tensors]
+    for op in graph.ops:
+        if op.primitive not in VIEWS:
+            for t in op.inputs:
+                readers[root[t]].append(op)
+    stored = np.zeros(len(graph.tensors), bool)
+    costly = np.zeros(len(graph.tensors), bool)
+    donated = _written_in_place(graph, root)
+    for op in graph.ops:
+        if op.primitive in VIEWS:
+            for position, out in enumerate(op.outputs):
+                costly[out] = costly[op.inputs[min(position, len(op.inputs) - 1)]]
+            continue
+        here = op.primitive in EXPENSIVE or any(costly[root[t]] and not stored[root[t]] for t in op.inputs)
+        for t in op.outputs:
+            costly[t] = here
+            if op.primitive in ("argument", "constant"):
+                stored[t] = True
+            elif not graph.tensors[t].shape or not readers[t]:
+                stored[t] = False
+            elif t in donated:
+                stored[t] = not fusible(op)
+            else:
+                stored[t] = (
+                    not fusible(op)
+                    or any(not fusible(r) and not r.primitive.startswith("reduce_") for r in readers[t])
+                    or (here and len({r.id for r in readers[t]}) > 1)
+                )
+    return stored
+
+
+def _written_in_place(graph: Graph, root: np.ndarray) -> set[int]:
+    """Tensors that become the new value of a donated argument: they need no buffer besides the argument's."""
+    return {int(root[graph.ops[r].inputs[0]]) for r, _ in graph.aliases}
+
+
+def _last_uses(graph: Graph, root: np.ndarray, stored: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """Last time each tensor is needed, looking through views and fused operations, and to the end of loops."""
+    last = np.full(len(graph.tensors), -1, np.int64)
+    ends = _region_ends(graph, time)
+    for op in reversed(graph.ops):
+        when = int(time[op.id])
+        through = op.primitive in VIEWS or (fusible(op) and op.outputs and not any(stored[t] for t in op.outputs))
+        if through:
+            when = max((int(last[t]) for t in op.outputs), default=when)
+        for t in op.inputs:
+            producer = graph.tensors[t].producer
+            needed = when
+            if producer is not None and op.region and graph.ops[producer].region != op.region:
+                needed = max(needed, ends.get(op.region, needed))
+            last[t] = max(last[t], needed)
+    for t in reversed(range(len(last))):
+        if root[t] != t:
+            last[root[t]] = max(last[root[t]], last[t])
+    return last
+
+
+def _region_ends(graph: Graph, time: np.ndarray) -> dict[int, int]:
+    ends: dict[int, int] = {}
+    for op in graph.ops:
+        region = op.region
+        while region:
+            ends[region] = max(ends.get(region, 0), int(time[op.id]))
+            region = graph.regions[region].parent
+    return ends
+
+
+def _region_start(graph: Graph, stack: Op, time: np.ndarray) -> int:
+    """A scan writes its stacked result into a buffer held from the loop's start."""
+    inside = graph.tensors[stack.inputs[0]].producer
+    region = graph.ops[inside].region if inside is not None else 0
+    return min((int(time[op.id]) for op in graph.ops if op.region == region and region), default=int(time[stack.id]))
+
+
+def _reads(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Operands read from memory: all of an unfusible operation's; of fused ones, each buffer once per phase."""
+    seen: set[tuple[int, str]] = set()
+    reads: list[tuple[int, ...]] = []
+    for op in graph.ops:
+        if op.primitive in VIEWS or op.primitive in ("argument", "constant", "result"):
+            reads.append(())
+            continue
+        mine = []
+        for t in dict.fromkeys(op.inputs):
+            key = (int(root[t]), op.phase)
+            if not stored[root[t]] or not graph.tensors[t].shape:
+                continue
+            if not fusible(op):
+                mine.append(t)
+            elif key not in seen:
+                seen.add(key)
+                mine.append(t)
+        reads.append(tuple(mine))
+    return tuple(reads)
+
+
+def parts_at(time: int, held: Sequence[tuple[str, int, int, int]]) -> dict[str, int]:
+    """Bytes per category alive at one time; ``held`` has (category, bytes, start, end)."""
+    parts: dict[str, int] = {}
+    for category, size, start, end in held:
+        if start <= time < end:
+            parts[category] = parts.get(category, 0) + size
+    return parts

@@ -1,0 +1,169 @@
+"""Resharding: the cheapest sequence of slice, all-to-all and all-gather from one layout to another.
+
+Every mesh axis changes in one of four ways: it stays, it starts to shard a dimension (slice: no communication), it
+stops (all-gather), or it moves to another dimension (all-to-all). Slices come first because they shrink what follows,
+all-gathers last because they grow it; of the all-gathers the one that leaves the least to the dearer link goes first.
+An axis that starts or stops sharding a dimension while a *later* mesh axis keeps sharding it would leave the shards in
+the wrong order, which costs a permute of the small shard besides.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from autoshard_ilp.sharding import WHOLE, Layout, local_bytes
+
+KEEP, SLICE, GATHER, MOVE = range(4)
+
+
+class CollectiveSeconds(Protocol):
+    """What resharding needs from the collective cost model."""
+
+    def seconds(self, kind: str, axes: tuple[int, ...], payload_bytes: float) -> float: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a resharding; ``kind`` is "slice" or a collective, ``payload_bytes`` as the cost model counts."""
+
+    kind: str
+    axes: tuple[int, ...]
+    payload_bytes: float
+    after: Layout
+
+
+def steps(
+    shape: Sequence[int], itemsize: float, start: Layout, end: Layout, sizes: Sequence[int], costs: CollectiveSeconds
+) -> list[Step]:
+    """Cheapest sequence of steps from layout ``start`` to ``end`` of a tensor (shape in elements, itemsize in bytes)."""
+    if start == end:
+        return []
+
+    def held(layout: Layout) -> int:
+        return local_bytes(shape, itemsize, layout, sizes)
+
+    done: list[Step] = []
+    now = start
+
+    def change(kind: str, axes: tuple[int, ...], dims: tuple[int, ...]) -> None:
+        nonlocal now
+        after = list(now)
+        for axis, dim in zip(axes, dims, strict=True):
+            after[axis] = dim
+        before, now = now, tuple(after)
+        if kind == "all-gather":
+            payload: float = held(now)
+        elif kind == "all-to-all":
+            payload = held(before)
+        else:
+            payload = 0.0
+        done.append(Step(kind, axes, payload, now))
+        if any(_out_of_order(axis, before, now) for axis in axes):
+            others = tuple(a for a in range(len(sizes)) if _entangled(a, axes, before, now))
+            done.append(Step("collective-permute", others, min(held(before), held(now)), now))
+
+    changed = [a for a in range(len(sizes)) if start[a] != end[a]]
+    for axis in (a for a in changed if start[a] == WHOLE):
+        change("slice", (axis,), (end[axis],))
+    for axis in reversed([a for a in changed if start[a] != WHOLE and end[a] != WHOLE]):
+        change("all-to-all", (axis,), (end[axis],))
+    by_dim: dict[int, list[int]] = {}
+    for axis in (a for a in changed if end[a] == WHOLE):
+        by_dim.setdefault(start[axis], []).append(axis)
+    for group in _best_gather_order([tuple(g) for g in by_dim.values()], held(now), sizes, costs):
+        change("all-gather", group, (WHOLE,) * len(group))
+    return done
+
+
+def seconds(plan: Sequence[Step], costs: CollectiveSeconds) -> float:
+    """Time of a sequence of steps."""
+    return sum(costs.seconds(s.kind, s.axes, s.payload_bytes) for s in plan if s.kind != "slice")
+
+
+def _out_of_order(axis: int, before: Layout, after: Layout) -> bool:
+    """Whether a later axis keeps sharding the dimension that ``axis`` leaves or enters."""
+    later = range(axis + 1, len(before))
+    return any(before[a] == after[a] and before[a] in (before[axis], after[axis]) and before[a] != WHOLE for a in later)
+
+
+def _entangled(axis: int, moved: tuple[int, ...], before: Layout, after: Layout) -> bool:
+    dims = {d for m in moved for d in (before[m], after[m])} - {WHOLE}
+    return axis in moved or after[axis] in dims or before[axis] in dims
+
+
+def _best_gather_order(
+    groups: list[tuple[int, ...]], local: float, sizes: Sequence[int], costs: CollectiveSeconds
+) -> list[tuple[int, ...]]:
+    def total(order: Sequence[tuple[int, ...]]) -> float:
+        held, time = float(local), 0.0
+        for group in order:
+            for axis in group:
+                held *= sizes[axis]
+            time += costs.seconds("all-gather", group, held)
+        return time
+
+    return list(min(itertools.permutations(groups), key=total)) if len(groups) > 1 else groups
+
+
+class ReshardTables:
+    """Resharding costs for one mesh, as tables over (layouts of the producer) x (layouts of the consumer)."""
+
+    def __init__(self, sizes: Sequence[int], costs: CollectiveSeconds) -> None:
+        self.sizes = tuple(sizes)
+        self.costs = costs
+        self._pairs: dict[tuple, float] = {}
+        self._tables: dict[tuple, np.ndarray] = {}
+
+    def pair(self, shape: tuple[int, ...], itemsize: float, start: Layout, end: Layout) -> float:
+        """Seconds to reshard one tensor.
+
+        Tensors of equal local size whose axes change in the same way cost the same, so the answer is shared.
+        """
+        if start == end:
+            return 0.0
+        key = (local_bytes(shape, itemsize, start, self.sizes), _pattern(start, end))
+        if any(n % s for n, s in zip(shape, _all_shards(shape, start, end, self.sizes), strict=True)):
+            key = (shape, itemsize, start, end)
+        found = self._pairs.get(key)
+        if found is None:
+            found = self._pairs[key] = seconds(steps(shape, itemsize, start, end, self.sizes, self.costs), self.costs)
+        return found
+
+    def table(
+        self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
+    ) -> np.ndarray:
+        """Seconds, ``len(starts) x len(ends)``."""
+        key = (shape, itemsize, starts, ends)
+        found = self._tables.get(key)
+        if found is None:
+            found = np.array([[self.pair(shape, itemsize, a, b) for b in ends] for a in starts])
+            found.setflags(write=False)
+            self._tables[key] = found
+        return found
+
+    def copies(
+        self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
+    ) -> np.ndarray:
+        """Bytes of the resharded copy held next to the original, ``len(starts) x len(ends)``; 0 where none is made."""
+        held = np.array([local_bytes(shape, itemsize, b, self.sizes) for b in ends], np.int64)
+        same = np.array([[a == b for b in ends] for a in starts])
+        return np.where(same, 0, held[None, :])
+
+
+def _pattern(start: Layout, end: Layout) -> tuple:
+    """What changes, with dimensions renamed by first appearance, so that equal changes share one price."""
+    names: dict[int, int] = {WHOLE: WHOLE}
+    return tuple((names.setdefault(a, len(names)), names.setdefault(b, len(names))) for a, b in zip(start, end, strict=True))
+
+
+def _all_shards(shape: tuple[int, ...], start: Layout, end: Layout, sizes: Sequence[int]) -> list[int]:
+    shards = [1] * len(shape)
+    for a, b, size in zip(start, end, sizes, strict=True):
+        for dim in {a, b} - {WHOLE}:
+            shards[dim] *= size
+    return shards

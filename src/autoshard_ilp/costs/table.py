@@ -1,0 +1,369 @@
+"""The cost table: classes of operations with their strategies, and what every choice costs.
+
+One class is one decision of the integer program (several operations where layers repeat). The table prices it in
+seconds, compute and communication apart, and prices resharding between every pair of classes that exchange a tensor.
+:func:`to_program` lays the numbers out as the plain arrays of :class:`~autoshard_ilp.program.model.Program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autoshard_ilp.costs import compute
+from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold
+from autoshard_ilp.costs.memory import Buffers, analyse
+from autoshard_ilp.costs.reshard import CollectiveSeconds, ReshardTables
+from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.rules.rule import Kind, OpView, Rule
+from autoshard_ilp.sharding import Layout, local_bytes
+from autoshard_ilp.strategies import Strategy, hub_strategies, strategies_of
+
+BOUNDARY = ("argument", "result", "constant")
+Restriction = Callable[[Op, list[Strategy]], list[Strategy]]
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """Distinct layouts of one operand or result over a class's strategies; None: the operand is not read."""
+
+    layouts: tuple[Layout | None, ...]
+    of_strategy: np.ndarray
+
+    @staticmethod
+    def of(layouts: Sequence[Layout | None]) -> Labels:
+        names: dict[Layout | None, int] = {}
+        labels = np.array([names.setdefault(lay, len(names)) for lay in layouts], np.int64)
+        return Labels(tuple(names), labels)
+
+
+@dataclass(frozen=True, eq=False)
+class OpClass:
+    """Operations that share one decision.
+
+    Attributes:
+        members: op ids; the first represents the class.
+        rule: its sharding rule.
+        strategies: what can be chosen.
+        count: executions per step of all members together.
+        compute_seconds, communication_seconds: per strategy, of one execution.
+        operands, results: labels per operand and result.
+    """
+
+    members: tuple[int, ...]
+    rule: Rule
+    strategies: tuple[Strategy, ...]
+    count: float
+    compute_seconds: np.ndarray
+    communication_seconds: np.ndarray
+    operands: tuple[Labels, ...]
+    results: tuple[Labels, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """A tensor that passes from a result of class ``u`` to an operand of class ``v``, ``count`` times per step."""
+
+    u: int
+    result: int
+    v: int
+    operand: int
+    count: float
+    uses: tuple[tuple[int, int], ...]  # (op id, operand index) of every member
+
+
+@dataclass(frozen=True, eq=False)
+class CostTable:
+    """Everything the program is made of; see the module docstring."""
+
+    graph: Graph
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    profile: Any
+    collectives: CollectiveSeconds
+    buffers: Buffers
+    classes: tuple[OpClass, ...]
+    class_of: np.ndarray  # op id -> class, results of donated arguments sharing the argument's class
+    flows: tuple[Flow, ...]
+    reshard: ReshardTables
+    unknown: tuple[str, ...] = field(default=())
+
+
+def build_table(
+    graph: Graph,
+    rule_of: Callable[[OpView], Rule],
+    axis_names: tuple[str, ...],
+    axis_sizes: tuple[int, ...],
+    profile: Any,
+    collectives: CollectiveSeconds,
+    *,
+    restriction: Restriction | None = None,
+    restriction_key: Callable[[Op], Any] = lambda op: None,
+    fold_layers: bool = True,
+) -> CostTable:
+    """Prices a graph on a mesh.
+
+    Args:
+        restriction: drops strategies that a pin forbids; ``restriction_key`` tells apart ops it treats differently.
+        fold_layers: tie repeated layers to one decision.
+    """
+    buffers = analyse(graph)
+    views = [_view(graph, op) for op in graph.ops]
+    rules = _rules(views, rule_of)
+    class_of = _classes(graph, buffers, views, rules, restriction_key, fold_layers)
+    members: dict[int, list[int]] = {}
+    for op_id, c in enumerate(class_of):
+        members.setdefault(int(c), []).append(op_id)
+    reshard = ReshardTables(axis_sizes, collectives)
+    cache: dict[Any, Any] = {}
+    classes = tuple(
+        _price(graph, members[c], rules, buffers, axis_sizes, profile, collectives, restriction, restriction_key, cache)
+        for c in range(len(members))
+    )
+    unknown = tuple(
+        sorted({f"{op.primitive} at {op.source or 'unknown source'}" for op in graph.ops if not rules[op.id].known})
+    )
+    flows = _flows(graph, class_of, classes)
+    return CostTable(
+        graph, axis_names, axis_sizes, profile, collectives, buffers, classes, class_of, flows, reshard, unknown
+    )
+
+
+def _view(graph: Graph, op: Op) -> OpView:
+    ins = [graph.tensors[t] for t in op.inputs]
+    outs = [graph.tensors[t] for t in op.outputs]
+    return OpView(
+        op.primitive,
+        tuple(t.shape for t in ins),
+        tuple(t.shape for t in outs),
+        tuple(t.dtype for t in ins),
+        tuple(t.dtype for t in outs),
+        op.params,
+    )
+
+
+def _rules(views: Sequence[OpView], rule_of: Callable[[OpView], Rule]) -> list[Rule]:
+    return [rule_of(v) for v in views]
+
+
+def _classes(
+    graph: Graph,
+    buffers: Buffers,
+    views: Sequence[OpView],
+    rules: Sequence[Rule],
+    restriction_key: Callable[[Op], Any],
+    fold_layers: bool,
+) -> np.ndarray:
+    signatures: list[Any] = []
+    for op, view, rule in zip(graph.ops, views, rules, strict=True):
+        if not fold_layers:
+            signatures.append(op.id)
+            continue
+        stored = tuple(bool(buffers.stored[t]) for t in op.outputs)
+        reads = tuple(i for i, t in enumerate(op.inputs) if t in buffers.reads[op.id])
+        signatures.append(
+            (view.primitive, view.in_shapes, view.out_shapes, view.in_dtypes, view.out_dtypes, str(rule), op.phase)
+            + (op.count, stored, reads, restriction_key(op), op.params.get("first") is None)
+        )
+    windows = [ARGUMENT_WINDOW if op.primitive in BOUNDARY else WINDOW for op in graph.ops]
+    classes = fold(signatures, windows)
+    for result, argument in graph.aliases:
+        classes[result] = classes[argument]
+    names: dict[int, int] = {}
+    return np.array([names.setdefault(c, len(names)) for c in classes], np.int64)
+
+
+def _price(
+    graph: Graph,
+    members: list[int],
+    rules: Sequence[Rule],
+    buffers: Buffers,
+    axis_sizes: tuple[int, ...],
+    profile: Any,
+    collectives: CollectiveSeconds,
+    restriction: Restriction | None,
+    restriction_key: Callable[[Op], Any],
+    cache: dict[Any, Any],
+) -> OpClass:
+    op = graph.ops[members[0]]
+    rule = rules[op.id]
+    ins = [graph.tensors[t] for t in op.inputs]
+    outs = [graph.tensors[t] for t in op.outputs]
+    traffic = compute.Traffic(
+        tuple((i, t.shape, t.itemsize) for i, t in enumerate(ins) if t.id in buffers.reads[op.id]),
+        tuple((j, t.shape, t.itemsize) for j, t in enumerate(outs) if buffers.stored[t.id] and op.primitive not in BOUNDARY),
+        ins[0].dtype if ins else (outs[0].dtype if outs else "float32"),
+    )
+    kinds = tuple((n, f.size, f.kind, f.combine) for n, f in rule.factors.items())
+    key = (op.primitive, str(rule), kinds, traffic, rule.flops, restriction_key(op), op.params.get("first") is None)
+    key += (tuple((t.shape, t.itemsize) for t in (*ins, *outs)),)
+    if key not in cache:
+        strategies = _strategies(op, rule, [t.shape for t in ins], [t.shape for t in outs], axis_sizes)
+        if restriction is not None:
+            strategies = restriction(op, strategies)
+        compute_s = np.array([compute.seconds(rule, traffic, s, axis_sizes, profile) for s in strategies])
+        itemsize = outs[0].itemsize if outs else 0.0
+        shape = outs[0].shape if outs else ()
+        comm_s = np.array([resolution_seconds(s, shape, itemsize, axis_sizes, collectives) for s in strategies])
+        keep = _undominated(strategies, compute_s + comm_s)
+        strategies = [strategies[i] for i in keep]
+        operands = tuple(Labels.of([s.operands[i] for s in strategies]) for i in range(len(ins)))
+        results = tuple(Labels.of([s.results[j] for s in strategies]) for j in range(len(outs)))
+        cache[key] = (tuple(strategies), compute_s[keep], comm_s[keep], operands, results)
+    strategies, compute_s, comm_s, operands, results = cache[key]
+    own = [m for m in members if graph.ops[m].primitive != "result" or op.primitive == "result"]
+    count = sum(graph.ops[m].count for m in own)
+    return OpClass(tuple(own), rule, strategies, count, compute_s, comm_s, operands, results)
+
+
+def _strategies(
+    op: Op, rule: Rule, operands: list[tuple[int, ...]], results: list[tuple[int, ...]], axis_sizes: tuple[int, ...]
+) -> list[Strategy]:
+    if op.primitive == "hub":
+        return hub_strategies(results[0], axis_sizes, may_reuse=op.params.get("first") is not None)
+    return strategies_of(rule, operands, results, axis_sizes, even=op.primitive in ("argument", "result"))
+
+
+def _undominated(strategies: list[Strategy], seconds: np.ndarray) -> list[int]:
+    """Of strategies with equal operand and result layouts (and equal partial results) only the cheapest."""
+    best: dict[Any, int] = {}
+    for i, s in enumerate(strategies):
+        key = (s.operands, s.results)
+        if key not in best or seconds[i] < seconds[best[key]]:
+            best[key] = i
+    return sorted(best.values())
+
+
+def resolution_payloads(
+    strategy: Strategy, shape: tuple[int, ...], itemsize: float, axis_sizes: Sequence[int]
+) -> list[tuple[str, tuple[int, ...], float]]:
+    """Collectives that resolve a strategy's partial results: (kind, mesh axes, payload bytes)."""
+    if not strategy.resolutions or strategy.partial is None:
+        return []
+    layout = list(strategy.partial)
+    found = []
+    for r in strategy.resolutions:
+        found.append((r.kind, r.axes, float(local_bytes(shape, itemsize, tuple(layout), axis_sizes))))
+        if r.kind == "reduce-scatter":
+            for axis in r.axes:
+                layout[axis] = r.dim
+    return found
+
+
+def resolution_seconds(
+    strategy: Strategy, shape: tuple[int, ...], itemsize: float, axis_sizes: Sequence[int], costs: CollectiveSeconds
+) -> float:
+    """Seconds to resolve a strategy's partial results."""
+    return sum(costs.seconds(k, a, b) for k, a, b in resolution_payloads(strategy, shape, itemsize, axis_sizes))
+
+
+def _flows(graph: Graph, class_of: np.ndarray, classes: Sequence[OpClass]) -> tuple[Flow, ...]:
+    uses: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
+    for op in graph.ops:
+        v = int(class_of[op.id])
+        known: dict[tuple[int, bytes], int] = {}
+        for i, t in enumerate(op.inputs):
+            producer = graph.tensors[t].producer
+            if producer is None or not graph.tensors[t].shape:
+                continue
+            if op.primitive != "result":
+                # One tensor read twice in the same layout is one copy; in two layouts it is two.
+                same = (t, classes[v].operands[i].of_strategy.tobytes())
+                if same in known and classes[v].operands[known[same]].layouts == classes[v].operands[i].layouts:
+                    continue
+                known[same] = i
+            key = (int(class_of[producer]), graph.tensors[t].result_index, v, -1 if op.primitive == "result" else i)
+            uses.setdefault(key, []).append((op.id, i))
+        first = op.params.get("first") if op.primitive == "hub" else None
+        if first is not None:
+            uses.setdefault((int(class_of[first]), 0, v, REUSE), []).append((op.id, 0))
+    return tuple(
+        Flow(u, j, v, i, sum(_executions(graph, op, k) for op, k in members), tuple(members))
+        for (u, j, v, i), members in uses.items()
+    )
+
+
+REUSE = -2
+"""Operand number of the link from a forward hub to the backward hub that may reuse its copy."""
+
+
+def _executions(graph: Graph, op_id: int, operand: int) -> float:
+    """How often a tensor passes: as often as it is made, on the way into or out of a loop, else as it is used."""
+    op = graph.ops[op_id]
+    producer = graph.tensors[op.inputs[operand]].producer
+    if producer is not None and (op.primitive.startswith("loop_") or op.primitive in ("branch_merge", "result")):
+        return graph.ops[producer].count
+    return op.count
+
+
+HELD = "held"
+"""Marks the label of a hub that reuses the forward copy in some layout instead of reading its own operand."""
+
+
+def operand_labels(table: CostTable, flow: Flow) -> Labels:
+    """Labels of the layouts a flow arrives in; a result of the step arrives in its own (or its argument's) layout."""
+    v = table.classes[flow.v]
+    if flow.operand == REUSE:
+        return Labels.of([s.results[0] if s.operands[0] is None else None for s in v.strategies])
+    if flow.operand == -1:
+        return v.results[0] if v.results else v.operands[0]
+    if any(lay is None for lay in v.operands[flow.operand].layouts):
+        return Labels.of([(HELD, s.results[0]) if s.operands[0] is None else s.operands[0] for s in v.strategies])
+    return v.operands[flow.operand]
+
+
+def flow_table(table: CostTable, flow: Flow) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds of one passage, bytes of the copy held) per pair of labels.
+
+    A backward hub may reuse the forward hub's copy only where that *is* a copy, in the same layout; it costs no time
+    but keeps the copy alive. Otherwise it reads its operand afresh.
+    """
+    u = table.classes[flow.u].results[flow.result]
+    v = operand_labels(table, flow)
+    tensor = flow_tensor(table, flow)
+    starts = u.layouts
+    seconds = np.zeros((len(starts), len(v.layouts)))
+    copies = np.zeros((len(starts), len(v.layouts)), np.int64)
+    if flow.operand == REUSE:
+        for k, end in enumerate(v.layouts):
+            if end is not None:
+                seconds[:, k] = [0.0 if start == end else np.inf for start in starts]
+                copies[:, k] = local_bytes(tensor.shape, tensor.itemsize, end, table.axis_sizes)
+        return seconds, copies
+    fresh = [k for k, end in enumerate(v.layouts) if not _held(end)]
+    ends = tuple(v.layouts[k] for k in fresh)
+    seconds[:, fresh] = table.reshard.table(tensor.shape, tensor.itemsize, starts, ends)
+    copies[:, fresh] = table.reshard.copies(tensor.shape, tensor.itemsize, starts, ends)
+    for k, end in enumerate(v.layouts):
+        if _held(end):
+            seconds[:, k] = [np.inf if start == end[1] else 0.0 for start in starts]
+    return seconds, copies
+
+
+def flow_tensor(table: CostTable, flow: Flow) -> Any:
+    """The tensor that passes."""
+    op_id, operand = flow.uses[0]
+    return table.graph.tensors[table.graph.ops[op_id].inputs[operand]]
+
+
+def _held(label: Any) -> bool:
+    return bool(label) and label[0] == HELD
+
+
+def unshardable(rule: Rule) -> bool:
+    """Whether a rule keeps everything whole."""
+    return all(f.kind is Kind.REPLICATE for f in rule.factors.values())
+
+
+def role_bytes(table: CostTable, roles: Mapping[int, str], choices: Sequence[int]) -> dict[str, int]:
+    """Bytes per device of the arguments by role; ``roles`` maps argument op ids to roles."""
+    total: dict[str, int] = {}
+    for op_id, role in roles.items():
+        t = table.graph.tensors[table.graph.ops[op_id].outputs[0]]
+        c = int(table.class_of[op_id])
+        layout = table.classes[c].strategies[choices[c]].results[0]
+        total[role] = total.get(role, 0) + local_bytes(t.shape, t.itemsize, layout, table.axis_sizes)
+    return total

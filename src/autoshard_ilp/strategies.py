@@ -1,0 +1,191 @@
+"""Strategies: every way to lay one operation over all mesh axes jointly.
+
+A strategy assigns each mesh axis to at most one factor of the operation's rule. Sharding a pass-through factor shards
+the dimensions it leads. Sharding a reduction factor leaves partial results, resolved over that axis either by
+all-reduce or by reduce-scatter onto a dimension of the result; both are strategies. Halo exchange (permutation factors)
+is not planned: such dimensions stay whole.
+
+Several axes on one dimension are always major to minor in mesh order, so a reduce-scatter may only land where no later
+axis already shards the dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoshard_ilp.rules.rule import Kind, Rule
+from autoshard_ilp.sharding import WHOLE, Layout, divides, divisible_layouts
+
+UNEVEN_WASTE = 1.125
+"""A dimension that does not divide may still be sharded inside the step when padding adds at most this factor."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """How partial results over ``axes`` are combined: "all-reduce", or "reduce-scatter" onto dimension ``dim``."""
+
+    kind: str
+    axes: tuple[int, ...]
+    dim: int = WHOLE
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an operation.
+
+    Attributes:
+        operands: layout each operand must have; None where the operand is not read (a hub that reuses a copy).
+        results: layout of each result once partial results are resolved.
+        partials: layout of the first result before that (equal to ``results[0]`` when nothing is partial).
+        resolutions: collectives that resolve partial results, in order.
+        fraction: share of the operation's whole work done by one device, padding included.
+    """
+
+    operands: tuple[Layout | None, ...]
+    results: tuple[Layout, ...]
+    partial: Layout | None = None
+    resolutions: tuple[Resolution, ...] = ()
+    fraction: float = 1.0
+
+
+def strategies_of(
+    rule: Rule,
+    operand_shapes: Sequence[tuple[int, ...]],
+    result_shapes: Sequence[tuple[int, ...]],
+    axis_sizes: tuple[int, ...],
+    *,
+    even: bool = False,
+) -> list[Strategy]:
+    """All strategies of an operation, without duplicates, the replicated one first.
+
+    Args:
+        rule: its sharding rule.
+        operand_shapes, result_shapes: whole shapes.
+        axis_sizes: devices along each mesh axis.
+        even: only layouts whose dimensions divide (arguments and results of ``jax.jit``).
+    """
+    places = _places(rule)
+    found: dict[tuple, Strategy] = {}
+    for assignment in _assignments(rule, places, axis_sizes, even):
+        operands = tuple(_layout(dims, assignment) for dims in rule.operands)
+        results = tuple(_layout(dims, assignment) for dims in rule.results)
+        fraction = _fraction(rule, assignment, axis_sizes)
+        partial_axes = [a for a, f in enumerate(assignment) if f is not None and rule.factors[f].kind is Kind.REDUCTION]
+        for resolutions, first in _resolutions(rule, assignment, partial_axes, results, result_shapes, axis_sizes):
+            after = (first, *results[1:]) if results else results
+            key = (operands, after, resolutions)
+            if key not in found:
+                found[key] = Strategy(operands, after, results[0] if results else None, resolutions, fraction)
+    return list(found.values())
+
+
+def hub_strategies(shape: tuple[int, ...], axis_sizes: tuple[int, ...], *, may_reuse: bool) -> list[Strategy]:
+    """Strategies of a hub: a fresh copy in any layout, or (``may_reuse``) the copy the forward pass already made."""
+    layouts = layouts_of(shape, axis_sizes)
+    fresh = [Strategy((layout,), (layout,), layout) for layout in layouts]
+    return fresh + [Strategy((None,), (layout,), layout) for layout in layouts] if may_reuse else fresh
+
+
+def layouts_of(shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> tuple[Layout, ...]:
+    """Every layout a tensor may have inside the step: divisible ones and those worth their padding."""
+    choices = [(WHOLE,) if size == 1 else (WHOLE, *range(len(shape))) for size in axis_sizes]
+    even = set(divisible_layouts(tuple(shape), axis_sizes))
+    return tuple(lay for lay in itertools.product(*choices) if lay in even or _worth_padding(shape, lay, axis_sizes))
+
+
+def _worth_padding(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
+    shards = [1] * len(shape)
+    for dim, size in zip(layout, axis_sizes, strict=True):
+        if dim != WHOLE:
+            shards[dim] *= size
+    return all(_size_fits(n, s, True) for n, s in zip(shape, shards, strict=True))
+
+
+def _size_fits(size: int, shards: int, uneven: bool) -> bool:
+    if size % shards == 0:
+        return True
+    return uneven and -(-size // shards) * shards <= UNEVEN_WASTE * size
+
+
+def _places(rule: Rule) -> dict[str, bool]:
+    """Shardable factors, each with whether it is alone in every dimension where it occurs (then padding is allowed)."""
+    alone = {name: True for name, f in rule.factors.items() if f.kind in (Kind.PASS, Kind.REDUCTION) and f.size > 1}
+    for dims in (*rule.operands, *rule.results):
+        for dim in dims:
+            for position, name in enumerate(dim):
+                if position > 0:
+                    alone.pop(name, None)
+                elif len(dim) > 1 and name in alone:
+                    alone[name] = False
+    return alone
+
+
+def _assignments(
+    rule: Rule, places: dict[str, bool], axis_sizes: Sequence[int], even: bool
+) -> Iterator[tuple[str | None, ...]]:
+    choices = [(None,) if size == 1 else (None, *places) for size in axis_sizes]
+    for assignment in itertools.product(*choices):
+        shards: dict[str, int] = {}
+        for name, size in zip(assignment, axis_sizes, strict=True):
+            if name is not None:
+                shards[name] = shards.get(name, 1) * size
+        if all(_size_fits(rule.factors[f].size, n, places[f] and not even) for f, n in shards.items()):
+            yield assignment
+
+
+def _layout(dims: Sequence[tuple[str, ...]], assignment: Sequence[str | None]) -> Layout:
+    where = {dim[0]: i for i, dim in enumerate(dims) if dim}
+    return tuple(WHOLE if f is None else where.get(f, WHOLE) for f in assignment)
+
+
+def _fraction(rule: Rule, assignment: Sequence[str | None], axis_sizes: Sequence[int]) -> float:
+    shards: dict[str, int] = {}
+    for name, size in zip(assignment, axis_sizes, strict=True):
+        if name is not None:
+            shards[name] = shards.get(name, 1) * size
+    return math.prod(-(-rule.factors[f].size // n) / rule.factors[f].size for f, n in shards.items())
+
+
+def _resolutions(
+    rule: Rule,
+    assignment: Sequence[str | None],
+    partial_axes: Sequence[int],
+    results: Sequence[Layout],
+    result_shapes: Sequence[tuple[int, ...]],
+    axis_sizes: Sequence[int],
+) -> Iterator[tuple[tuple[Resolution, ...], Layout | None]]:
+    """Every way to resolve partial results, with the first result's layout afterwards."""
+    if not partial_axes or not results:
+        yield (), results[0] if results else None
+        return
+    adds = all(rule.factors[assignment[a] or ""].combine == "add" for a in partial_axes)
+    rank = len(result_shapes[0])
+    targets: tuple[int, ...] = (WHOLE, *range(rank)) if adds and len(results) == 1 else (WHOLE,)
+    for choice in itertools.product(targets, repeat=len(partial_axes)):
+        layout = list(results[0])
+        for axis, dim in zip(partial_axes, choice, strict=True):
+            layout[axis] = dim
+        if not _scatter_fits(tuple(layout), results[0], partial_axes, result_shapes[0], axis_sizes):
+            continue
+        by_dim: dict[int, list[int]] = {}
+        for axis, dim in zip(partial_axes, choice, strict=True):
+            by_dim.setdefault(dim, []).append(axis)
+        scatters = [Resolution("reduce-scatter", tuple(by_dim[d]), d) for d in sorted(by_dim) if d != WHOLE]
+        reduce = [Resolution("all-reduce", tuple(by_dim[WHOLE]))] if WHOLE in by_dim else []
+        yield (*scatters, *reduce), tuple(layout)
+
+
+def _scatter_fits(
+    layout: Layout, before: Layout, partial_axes: Sequence[int], shape: Sequence[int], axis_sizes: Sequence[int]
+) -> bool:
+    """A reduce-scatter needs an evenly divided dimension and no later axis already on it."""
+    scattered = [a for a in partial_axes if layout[a] != WHOLE]
+    if not scattered:
+        return True
+    only = tuple(d if d in {layout[a] for a in scattered} else WHOLE for d in layout)
+    if not divides(shape, only, axis_sizes):
+        return False
+    return not any(layout[later] == layout[a] == before[later] for a in scattered for later in range(a + 1, len(layout)))
