@@ -1,0 +1,36 @@
+"""Sharding rules: what each primitive lets one shard, as one printable line. See README.md for how to add one."""
+
+from autoshard_ilp.rules import (
+    control,
+    elementwise,
+    indexing,
+    linear_algebra,
+    random,
+    reduce,
+    shape,
+    sort,
+    windows,
+)
+from autoshard_ilp.rules.registry import register, registered, rule_for
+from autoshard_ilp.rules.rule import Dim, Dims, Factor, Kind, OpView, Rule
+
+__all__ = [
+    "Dim",
+    "Dims",
+    "Factor",
+    "Kind",
+    "OpView",
+    "Rule",
+    "control",
+    "elementwise",
+    "indexing",
+    "linear_algebra",
+    "random",
+    "reduce",
+    "register",
+    "registered",
+    "rule_for",
+    "shape",
+    "sort",
+    "windows",
+]
