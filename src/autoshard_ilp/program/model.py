@@ -79,10 +79,7 @@ class Program:
             return np.zeros(0, np.int64)
         node_bytes = np.array([0 if n.bytes is None else n.bytes[s] for n, s in zip(self.nodes, choices, strict=True)])
         edge_bytes = np.array(
-            [
-                0 if e.bytes is None else e.bytes[e.u_labels[choices[e.u]], e.v_labels[choices[e.v]]]
-                for e in self.edges
-            ],
+            [0 if e.bytes is None else e.bytes[e.u_labels[choices[e.u]], e.v_labels[choices[e.v]]] for e in self.edges],
             dtype=np.int64,
         )
         held = np.empty(len(lt.owner), np.int64)

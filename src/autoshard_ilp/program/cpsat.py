@@ -1,0 +1,272 @@
+"""The integer program for OR-Tools CP-SAT, over what presolve left.
+
+    x[v,s] in {0,1}    strategy s of node v                    sum_s x[v,s] = 1                      (_add_nodes)
+    y[f,a,b,..] >= 0   cell of a factor's table, linked to labels, not to strategies:
+                       sum over the other axes of y[f, a, ..] = sum of x[v,s] with label a           (_add_factor)
+    memory             sum counts * bytes * x  +  sum counts * bytes * y  <= capacity                (_add_row)
+    objective          integers: floor(cost / unit), so the solver's bound times unit is a valid
+                       bound in seconds, and the rounding error is at most one unit per chosen cost  (_objective)
+
+The equalities make the relaxation the local polytope, far tighter than ``y >= x + x - 1``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoshard_ilp.errors import AutoshardError
+from autoshard_ilp.program.memory import Row
+from autoshard_ilp.program.model import Program
+from autoshard_ilp.program.net import Net
+
+RESOLUTION = 2**34  # integer objective units between the base and the upper bound
+MAX_INT = 2**60
+
+
+@dataclass(frozen=True, eq=False)
+class CpResult:
+    """``status`` is "optimal", "feasible", "infeasible" or "unknown"; ``bound`` in seconds is valid in every case."""
+
+    status: str
+    choices: np.ndarray | None
+    bound: float
+    rounding_error_seconds: float
+    variables: int
+    constraints: int
+
+
+@dataclass(frozen=True)
+class CpOptions:
+    """Limits of one CP-SAT run; ``absolute_gap`` in seconds, ``deadline`` in monotonic seconds."""
+
+    deadline: float
+    seed: int = 0
+    workers: int | None = None
+    absolute_gap: float = 0.0
+
+
+class _Builder:
+    """One model under construction."""
+
+    def __init__(self, net: Net, program: Program, upper: float) -> None:
+        from ortools.sat.python import cp_model
+
+        self.cp = cp_model
+        self.model = cp_model.CpModel()
+        self.net, self.program = net, program
+        self.x: dict[int, dict[int, Any]] = {}
+        self.y: dict[int, list[tuple[tuple[int, ...], Any]]] = {}
+        least = {v: float(net.cost[v][net.alive[v]].min()) for v in net.live}
+        table_least = {n: float(f.table.min()) for n, f in net.factors.items()}
+        self.base = net.constant + math.fsum(least.values()) + math.fsum(table_least.values())
+        self.least, self.table_least = least, table_least
+        terms = len(least) + len(table_least)
+        self.span = self._span(upper)
+        self.unit = self.span / RESOLUTION if self.span > 0 else 1.0
+        self.rounding = terms * self.unit
+        self.terms: list[Any] = []
+        self.coefficients: list[int] = []
+
+    def _span(self, upper: float) -> float:
+        """Largest total above ``base`` that matters: up to the upper bound, else the sum of the largest costs."""
+        if math.isfinite(upper):
+            return max(0.0, upper - self.base) * (1 + 1e-9)
+        total = 0.0
+        for v in self.net.live:
+            total += float(self.net.cost[v][self.net.alive[v]].max()) - self.least[v]
+        for n, f in self.net.factors.items():
+            finite = f.table[np.isfinite(f.table)]
+            total += float(finite.max()) - self.table_least[n] if len(finite) else 0.0
+        return total
+
+    def _objective(self, variable: Any, seconds: float) -> None:
+        units = int(seconds / self.unit)
+        if units:
+            self.terms.append(variable)
+            self.coefficients.append(units)
+
+    def add_nodes(self) -> None:
+        """x and its one-hot rows; a strategy beyond the upper bound gets no variable."""
+        for v in self.net.live:
+            own = {}
+            for s in self.net.alive[v]:
+                extra = float(self.net.cost[v][s]) - self.least[v]
+                if extra <= self.span:
+                    own[int(s)] = self.model.new_bool_var("")
+                    self._objective(own[int(s)], extra)
+            self.x[v] = own
+            self.model.add_exactly_one(own.values())
+
+    def _label_sums(self, v: int, labels: np.ndarray, count: int) -> list[list[Any]]:
+        sums: list[list[Any]] = [[] for _ in range(count)]
+        for s, variable in self.x[v].items():
+            sums[labels[s]].append(variable)
+        return sums
+
+    def add_factor(self, number: int) -> None:
+        """y and its linking rows (local polytope in label space)."""
+        f = self.net.factors[number]
+        extra = f.table - self.table_least[number]
+        sums = [self._label_sums(v, lab, n) for v, lab, n in zip(f.scope, f.labels, f.table.shape, strict=True)]
+        present = [np.array([bool(s) for s in own]) for own in sums]
+        mask = extra <= self.span
+        for k, p in enumerate(present):
+            mask &= p.reshape([-1 if i == k else 1 for i in range(mask.ndim)])
+        cells = np.argwhere(mask)
+        slices: list[list[list[Any]]] = [[[] for _ in range(n)] for n in f.table.shape]
+        own: list[tuple[tuple[int, ...], Any]] = []
+        for cell in cells:
+            index = tuple(int(i) for i in cell)
+            variable = self.model.new_bool_var("")
+            own.append((index, variable))
+            self._objective(variable, float(extra[index]))
+            for k, a in enumerate(index):
+                slices[k][a].append(variable)
+        self.y[number] = own
+        for k in range(f.table.ndim):
+            for a, left in enumerate(slices[k]):
+                right = sums[k][a]
+                if not right:
+                    continue
+                if not left:
+                    for variable in right:
+                        self.model.add(variable == 0)
+                else:
+                    self.model.add(self._sum(left) == self._sum(right))
+
+    def _sum(self, variables: Sequence[Any]) -> Any:
+        return self.cp.LinearExpr.sum(list(variables))
+
+    def usage(self, row: Row) -> tuple[Any, int]:
+        """Linear expression of the bytes in use at a row, and the largest value it can take."""
+        variables: list[Any] = []
+        weights: list[int] = []
+        constant = largest = 0
+        edge_factor = {f.edge: n for n, f in self.net.factors.items() if f.edge is not None}
+        for v, count in zip(row.nodes.tolist(), row.node_counts.tolist(), strict=True):
+            held = np.asarray(self.program.nodes[v].bytes)
+            if v not in self.x:
+                constant += count * int(held[self.net.alive[v][0]])
+                continue
+            largest += count * max((int(held[s]) for s in self.x[v]), default=0)
+            for s, variable in self.x[v].items():
+                if held[s]:
+                    variables.append(variable)
+                    weights.append(count * int(held[s]))
+        for e, count in zip(row.edges.tolist(), row.edge_counts.tolist(), strict=True):
+            f = self.net.factors[edge_factor[e]]
+            assert f.held is not None
+            largest += count * max((int(f.held[i]) for i, _ in self.y[edge_factor[e]]), default=0)
+            for index, variable in self.y[edge_factor[e]]:
+                if f.held[index]:
+                    variables.append(variable)
+                    weights.append(count * int(f.held[index]))
+        expression = self.cp.LinearExpr.weighted_sum(variables, weights) + constant
+        return expression, largest + constant
+
+    def add_hint(self, choices: np.ndarray) -> None:
+        """Start from known choices."""
+        for v, own in self.x.items():
+            for s, variable in own.items():
+                self.model.add_hint(variable, int(choices[v] == s))
+        for n, cells in self.y.items():
+            f = self.net.factors[n]
+            at = tuple(int(lab[choices[v]]) for v, lab in zip(f.scope, f.labels, strict=True))
+            for index, variable in cells:
+                self.model.add_hint(variable, int(index == at))
+
+
+def _callback(cp_model: Any, base: float, unit: float, on_progress: Callable[[dict], None]) -> Any:
+    class Report(cp_model.CpSolverSolutionCallback):
+        def on_solution_callback(self) -> None:
+            on_progress(
+                {
+                    "stage": "cp-sat",
+                    "objective": base + self.objective_value * unit,
+                    "lower_bound": base + self.best_objective_bound * unit,
+                }
+            )
+
+    return Report()
+
+
+def configure(solver: Any, options: CpOptions) -> None:
+    """Deterministic settings: fixed number of workers, interleaved search, a seed, the time that is left."""
+    workers = options.workers or os.cpu_count() or 1
+    p = solver.parameters
+    p.num_workers = workers
+    p.interleave_search = workers > 1
+    p.random_seed = options.seed % (2**31 - 1)
+    p.max_time_in_seconds = max(0.01, options.deadline - time.monotonic())
+    p.linearization_level = 2
+
+
+def solve_net(
+    net: Net,
+    program: Program,
+    rows: Sequence[Row],
+    capacity: int | None,
+    options: CpOptions,
+    *,
+    upper: float = math.inf,
+    hint: np.ndarray | None = None,
+    on_progress: Callable[[dict], None] | None = None,
+) -> CpResult:
+    """Minimise the net's cost under memory rows with CP-SAT.
+
+    Args:
+        net: what presolve left (``constant`` included in all results).
+        program: the original program (bytes of the owners in ``rows``).
+        rows: memory rows; their owners are in the net with their bytes, or have one strategy.
+        capacity: bytes per device of each row.
+        options: time, seed, workers, gap.
+        upper: seconds; only assignments at or below it are of interest.
+        hint: choices of all nodes.
+        on_progress: called with a dict at each better solution.
+
+    Raises:
+        AutoshardError: the model is beyond CP-SAT's integer range.
+    """
+    from ortools.sat.python import cp_model
+
+    b = _Builder(net, program, upper)
+    b.add_nodes()
+    for number in net.factors:
+        b.add_factor(number)
+    for row in rows:
+        assert capacity is not None
+        expression, largest = b.usage(row)
+        if largest >= MAX_INT:
+            raise AutoshardError(
+                f"A memory row must stay below 2**60 bytes for the solver. Received: {largest} at time {row.time}. "
+                "Give bytes in a larger unit."
+            )
+        if largest > capacity:
+            b.model.add(expression <= capacity)
+    b.model.minimize(cp_model.LinearExpr.weighted_sum(b.terms, b.coefficients))
+    if hint is not None:
+        b.add_hint(hint)
+    solver = cp_model.CpSolver()
+    configure(solver, options)
+    solver.parameters.absolute_gap_limit = max(options.absolute_gap / b.unit, 0.99)
+    callback = None if on_progress is None else _callback(cp_model, b.base, b.unit, on_progress)
+    status = solver.solve(b.model, callback) if callback is not None else solver.solve(b.model)
+    sizes = (len(b.model.proto.variables), len(b.model.proto.constraints))
+    if status == cp_model.MODEL_INVALID:
+        raise AutoshardError(f"CP-SAT refused the model. Received: {b.model.validate()[:300]}. Please report this.")
+    if status == cp_model.INFEASIBLE:
+        return CpResult("infeasible", None, upper, 0.0, *sizes)
+    bound = b.base + max(0.0, solver.best_objective_bound) * b.unit
+    if status == cp_model.UNKNOWN:
+        return CpResult("unknown", None, bound, b.rounding, *sizes)
+    choices = np.zeros(len(net.cost), np.int64)
+    for v, own in b.x.items():
+        choices[v] = next(s for s, variable in own.items() if solver.boolean_value(variable))
+    return CpResult("optimal" if status == cp_model.OPTIMAL else "feasible", choices, bound, b.rounding, *sizes)

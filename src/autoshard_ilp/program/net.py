@@ -1,0 +1,238 @@
+"""The solver's working copy of a program: nodes, and factors over any number of nodes.
+
+    minimise  constant + sum_v cost_v[x_v] + sum_f table_f[l_1(x_{v1}), ..., l_k(x_{vk})]
+
+A factor's axes are *labels*: ``labels[k]`` maps the strategies of ``scope[k]`` (numbered as in the program, for ever;
+-1 where the strategy is gone) to positions on axis k. Keeping the program's own numbering makes every reduction
+invertible without translation: a strategy that is gone costs ``inf`` and nothing is renumbered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard_ilp.program.model import Program
+
+
+class EmptyNodeError(Exception):
+    """Internal: a node has no finite strategy left, so the net has no finite assignment."""
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """A cost table in seconds over the labels of ``scope``; ``edge`` is set while its bytes count in a memory row."""
+
+    scope: tuple[int, ...]
+    labels: tuple[np.ndarray, ...]
+    table: np.ndarray
+    edge: int | None = None
+    held: np.ndarray | None = None  # int64 bytes, same shape as table; only with ``edge``
+
+    def axis(self, v: int) -> int:
+        """Axis that belongs to node ``v``."""
+        return self.scope.index(v)
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """Undo data of one eliminated node: its best strategy follows from its neighbours' choices."""
+
+    node: int
+    cost: np.ndarray
+    factors: tuple[Factor, ...]
+
+    def best(self, choices: np.ndarray) -> int:
+        """The cheapest strategy given ``choices`` of all neighbours (first of equals)."""
+        total = self.cost.copy()
+        for f in self.factors:
+            k = f.axis(self.node)
+            index = tuple(
+                slice(None) if w == self.node else int(lab[choices[w]])
+                for w, lab in zip(f.scope, f.labels, strict=True)
+            )
+            total = total + f.table[index][f.labels[k]]
+        return int(np.argmin(total))
+
+
+class Net:
+    """Mutable factor graph with undo records. Build with :func:`build_net`; copy with :meth:`copy`."""
+
+    def __init__(self, size: int) -> None:
+        self.cost: list[np.ndarray] = [np.zeros(0)] * size
+        self.alive: list[np.ndarray] = [np.zeros(0, np.int64)] * size
+        self.bytes: list[np.ndarray | None] = [None] * size  # set where a memory row counts them
+        self.factors: dict[int, Factor] = {}
+        self.incident: list[dict[int, None]] = [{} for _ in range(size)]  # ordered sets
+        self.gone = np.zeros(size, bool)
+        self.constant = 0.0
+        self.records: list[Record] = []
+        self.next_factor = 0
+
+    def copy(self) -> Net:
+        """A copy that shares the (never mutated) arrays."""
+        other = Net(len(self.cost))
+        other.cost, other.alive, other.bytes = list(self.cost), list(self.alive), list(self.bytes)
+        other.factors = dict(self.factors)
+        other.incident = [dict(i) for i in self.incident]
+        other.gone = self.gone.copy()
+        other.constant, other.records, other.next_factor = self.constant, list(self.records), self.next_factor
+        return other
+
+    @property
+    def live(self) -> list[int]:
+        """Nodes still to be decided, ascending."""
+        return [int(v) for v in np.flatnonzero(~self.gone)]
+
+    def add(self, factor: Factor) -> int:
+        """Insert a factor; its number."""
+        number = self.next_factor
+        self.next_factor += 1
+        self.factors[number] = factor
+        for v in factor.scope:
+            self.incident[v][number] = None
+        return number
+
+    def remove(self, number: int) -> Factor:
+        """Take a factor out."""
+        factor = self.factors.pop(number)
+        for v in factor.scope:
+            del self.incident[v][number]
+        return factor
+
+    def replace(self, number: int, factor: Factor) -> None:
+        """Exchange a factor for another of the same scope."""
+        self.factors[number] = factor
+
+    def neighbours(self, v: int) -> list[int]:
+        """Nodes that share a factor with ``v``, in order of first meeting."""
+        seen: dict[int, None] = {}
+        for f in self.incident[v]:
+            for w in self.factors[f].scope:
+                if w != v:
+                    seen[w] = None
+        return list(seen)
+
+    def add_cost(self, v: int, extra: np.ndarray) -> None:
+        """Add ``extra`` (one entry per strategy alive) to the cost of ``v``; raises when nothing stays finite."""
+        cost = np.full(len(self.cost[v]), np.inf)
+        alive = self.alive[v]
+        cost[alive] = self.cost[v][alive] + extra
+        self.set_cost(v, cost)
+
+    def set_cost(self, v: int, cost: np.ndarray) -> None:
+        """Replace the cost of ``v`` (all strategies; ``inf`` removes)."""
+        self.cost[v] = cost
+        alive = np.flatnonzero(cost < np.inf)
+        if len(alive) != len(self.alive[v]):
+            self.alive[v] = alive
+        if not len(alive):
+            raise EmptyNodeError(v)
+
+    def value(self, choices: np.ndarray) -> float:
+        """Cost in seconds of ``choices`` over what is still in the net, ``constant`` included."""
+        total = self.constant + sum(float(self.cost[v][choices[v]]) for v in self.live)
+        for f in self.factors.values():
+            total += float(f.table[tuple(int(lab[choices[v]]) for v, lab in zip(f.scope, f.labels, strict=True))])
+        return total
+
+    def complete(self, choices: np.ndarray) -> np.ndarray:
+        """Fill in every eliminated node, last eliminated first."""
+        full = np.array(choices, np.int64)
+        for record in reversed(self.records):
+            full[record.node] = record.best(full)
+        return full
+
+    def size(self) -> dict[str, int]:
+        """Nodes, strategies, factors and table cells still there."""
+        live = self.live
+        return {
+            "nodes": len(live),
+            "strategies": int(sum(len(self.alive[v]) for v in live)),
+            "factors": len(self.factors),
+            "cells": int(sum(f.table.size for f in self.factors.values())),
+        }
+
+
+def build_net(
+    program: Program,
+    keep: Sequence[np.ndarray] | None = None,
+    counted_nodes: np.ndarray | None = None,
+    counted_edges: np.ndarray | None = None,
+) -> Net:
+    """The net of a program.
+
+    Args:
+        program: the integer program.
+        keep: per node a bool array of the strategies allowed; None: all.
+        counted_nodes: bool per node: its bytes appear in a memory row, so it must not be eliminated.
+        counted_edges: the same for edges.
+
+    Raises:
+        EmptyNodeError: a node has no finite strategy.
+    """
+    net = Net(len(program.nodes))
+    for v, node in enumerate(program.nodes):
+        cost = np.asarray(node.costs, np.float64).copy()
+        if keep is not None:
+            cost[~keep[v]] = np.inf
+        net.set_cost(v, cost)
+        if counted_nodes is not None and counted_nodes[v] and node.bytes is not None:
+            net.bytes[v] = np.asarray(node.bytes, np.int64)
+    for e, edge in enumerate(program.edges):
+        counted = counted_edges is not None and bool(counted_edges[e]) and edge.bytes is not None
+        net.add(
+            Factor(
+                (edge.u, edge.v),
+                (np.asarray(edge.u_labels, np.int64), np.asarray(edge.v_labels, np.int64)),
+                np.asarray(edge.table, np.float64),
+                e if counted else None,
+                np.asarray(edge.bytes, np.int64) if counted else None,
+            )
+        )
+    return net
+
+
+def joint_labels(
+    alive: np.ndarray, size: int, labels: Sequence[np.ndarray], counts: Sequence[int]
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Number the distinct tuples of labels that occur among the strategies ``alive``.
+
+    Args:
+        alive: strategies alive.
+        size: number of strategies in all.
+        labels: label arrays over all strategies.
+        counts: number of labels of each.
+
+    Returns:
+        The joint label of every strategy (-1 where not alive), and per input the joint-to-own label map.
+    """
+    code = labels[0][alive]
+    for lab, count in zip(labels[1:], counts[1:], strict=True):
+        code = code * count + lab[alive]
+        if count > 1 and len(labels) > 2:  # keep codes small: products of many counts overflow
+            code = np.unique(code, return_inverse=True)[1]
+    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    joint = np.full(size, -1, np.int64)
+    joint[alive] = inverse
+    return joint, [lab[alive[first]] for lab in labels]
+
+
+def segment_min(values: np.ndarray, labels: np.ndarray, count: int, axis: int = 0) -> np.ndarray:
+    """Minimum of ``values`` over the positions of ``axis`` that share a label; ``inf`` for labels that do not occur."""
+    if len(labels) == count and np.array_equal(labels, np.arange(count)):
+        return values
+    order = np.argsort(labels, kind="stable")
+    present, starts = np.unique(labels[order], return_index=True)
+    reduced = np.minimum.reduceat(np.take(values, order, axis=axis), starts, axis=axis)
+    if len(present) == count:
+        return reduced
+    shape = list(values.shape)
+    shape[axis] = count
+    out = np.full(shape, np.inf)
+    index: list = [slice(None)] * values.ndim
+    index[axis] = present
+    out[tuple(index)] = reduced
+    return out

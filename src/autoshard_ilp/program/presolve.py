@@ -1,0 +1,164 @@
+"""Presolve: shrink a net exactly until nothing moves.
+
+Per node, in this order: drop strategies without finite partner, merge parallel factors, move row minima into node
+costs (a separable factor vanishes), fold nodes with one strategy, drop dominated strategies, replace nodes that a
+neighbour determines, eliminate nodes of low degree by min-sum. A node whose bytes count in a memory row stays
+unless one strategy is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard_ilp.program import reduce
+from autoshard_ilp.program.net import Net
+
+STEPS = ("parallel", "separable", "labels", "single", "dominance", "determined", "eliminate")
+
+
+@dataclass
+class Presolve:
+    """One run over a net, in place.
+
+    Args:
+        net: the net to shrink.
+        steps: which of ``STEPS`` to use.
+        max_cells: largest table that an elimination may create.
+        max_degree: most neighbours of an eliminated node.
+        deadline: monotonic time after which it stops (what is done stays valid).
+    """
+
+    net: Net
+    steps: frozenset[str] = frozenset(STEPS)
+    max_cells: int = 20_000
+    max_degree: int = 3
+    deadline: float = math.inf
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def run(self) -> Net:
+        """Shrink until nothing moves; raises EmptyNodeError when no finite assignment exists."""
+        net = self.net
+        self.dirty = dict.fromkeys(net.live)
+        self.heap: list[tuple[int, int]] = []
+        while time.monotonic() < self.deadline:
+            if self.dirty:
+                v = next(iter(self.dirty))
+                del self.dirty[v]
+                if not net.gone[v]:
+                    self._visit(v)
+                continue
+            if not self.heap:
+                break
+            cells, v = heapq.heappop(self.heap)
+            if net.gone[v] or self._frozen(v):
+                continue
+            now = self._estimate(v)
+            if now is None:
+                continue
+            if now > cells:
+                heapq.heappush(self.heap, (now, v))
+                continue
+            self._touch(reduce.eliminate(net, v))
+            self.counts["nodes eliminated"] += 1
+        return net
+
+    def _touch(self, nodes: list[int]) -> None:
+        for w in nodes:
+            if not self.net.gone[w]:
+                self.dirty[w] = None
+
+    def _frozen(self, v: int) -> bool:
+        """Bytes of ``v`` or of one of its factors count in a memory row."""
+        return self.net.bytes[v] is not None or any(self.net.factors[f].edge is not None for f in self.net.incident[v])
+
+    def _estimate(self, v: int) -> int | None:
+        """Cells (an upper estimate) of the table that eliminating ``v`` would create; None when over the limits."""
+        net = self.net
+        labels: dict[int, int] = {}
+        for number in net.incident[v]:
+            f = net.factors[number]
+            for w, count in zip(f.scope, f.table.shape, strict=True):
+                if w != v:
+                    labels[w] = labels.get(w, 1) * count
+        if len(labels) > self.max_degree:
+            return None
+        cells = 1
+        for w, count in labels.items():
+            cells *= min(count, len(net.alive[w]))
+        return None if cells > self.max_cells else cells
+
+    def _visit(self, v: int) -> None:
+        net, steps = self.net, self.steps
+        self._tidy_factors(v)
+        if "parallel" in steps:
+            self._merge_parallel(v)
+        if (
+            "single" in steps
+            and len(net.alive[v]) == 1
+            and not any(net.factors[f].edge is not None for f in net.incident[v])
+        ):
+            self._touch(reduce.fold_single(net, v))
+            self.counts["nodes with one strategy"] += 1
+            return
+        if "dominance" in steps:
+            gone = reduce.dominated(net, v)
+            if len(gone):
+                self.counts["strategies dominated"] += len(gone)
+                cost = net.cost[v].copy()
+                cost[gone] = np.inf
+                net.set_cost(v, cost)
+                self._touch([v, *net.neighbours(v)])
+                return
+        if self._frozen(v):
+            return
+        if "determined" in steps and net.incident[v]:
+            number = reduce.determined_by(net, v)
+            if number is not None and self._can_substitute(v, number):
+                self._touch(reduce.substitute(net, v, number))
+                self.counts["nodes determined by a neighbour"] += 1
+                return
+        if "eliminate" in steps:
+            cells = self._estimate(v)
+            if cells is not None:
+                heapq.heappush(self.heap, (cells, v))
+
+    def _can_substitute(self, v: int, number: int) -> bool:
+        """The determining node must not share a second factor with ``v``."""
+        f = self.net.factors[number]
+        w = f.scope[1 - f.axis(v)]
+        return sum(1 for n in self.net.incident[v] if w in self.net.factors[n].scope) == 1
+
+    def _tidy_factors(self, v: int) -> None:
+        net, steps = self.net, self.steps
+        for number in list(net.incident[v]):
+            f = net.factors[number]
+            reduce.compress(net, number)
+            if "separable" in steps:
+                died = reduce.normalise(net, number)
+                if died:
+                    self.counts["strategies without partner"] += 1
+                    self._touch([*died, *f.scope])
+                    reduce.compress(net, number)
+                if f.edge is None and not net.factors[number].table.any():
+                    net.remove(number)
+                    self.counts["separable factors"] += 1
+                    self._touch(list(f.scope))
+                    continue
+            if "labels" in steps and reduce.merge_equal_labels(net, number):
+                self.counts["factors with merged labels"] += 1
+
+    def _merge_parallel(self, v: int) -> None:
+        groups: dict[frozenset[int], list[int]] = {}
+        for number in self.net.incident[v]:
+            if self.net.factors[number].edge is None:
+                groups.setdefault(frozenset(self.net.factors[number].scope), []).append(number)
+        for numbers in groups.values():
+            if len(numbers) > 1:
+                reduce.merge_parallel(self.net, numbers)
+                self.counts["parallel factors merged"] += len(numbers) - 1
