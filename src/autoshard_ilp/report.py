@@ -1,0 +1,192 @@
+"""What a chosen plan costs, sends and holds: read off the cost table, in seconds and exact bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard_ilp.costs import reshard
+from autoshard_ilp.costs.build import Built
+from autoshard_ilp.costs.collectives import ring_bytes_per_device
+from autoshard_ilp.costs.table import REUSE, CostTable, Flow, flow_tensor, operand_labels, resolution_payloads
+
+
+@dataclass(frozen=True)
+class PlannedCollective:
+    """One collective of the plan.
+
+    Attributes:
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
+        bytes_per_device: bytes one device sends under a ring, per execution.
+        mesh_axes: names of the mesh axes its groups span.
+        seconds: of one execution, under the profile.
+        tensor: path or shape of what is moved.
+        operation: layer path and primitive that needs it.
+        source: the user's line.
+        count: executions per step.
+    """
+
+    kind: str
+    bytes_per_device: float
+    mesh_axes: tuple[str, ...]
+    seconds: float
+    tensor: str
+    operation: str
+    source: str
+    count: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Predicted seconds of one step on one device.
+
+    ``per_axis`` and ``per_kind`` split the communication; a collective over several axes counts under their joined
+    names ("data+model"). ``flops`` are those of one device.
+    """
+
+    total_s: float
+    compute_s: float
+    communication_s: float
+    per_axis: Mapping[str, float] = field(default_factory=dict)
+    per_kind: Mapping[str, float] = field(default_factory=dict)
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predicted bytes per device at the peak of the step, and what they are.
+
+    ``peak_bytes`` compares with XLA's argument + output + temporary - aliased bytes. ``curve`` samples the whole step.
+    """
+
+    peak_bytes: int
+    budget_bytes: int | None
+    parameters: int = 0
+    optimizer: int = 0
+    state: int = 0
+    gradients: int = 0
+    activations: int = 0
+    gathered: int = 0
+    inputs: int = 0
+    contributors: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part; they add up to the peak."""
+        names = ("parameters", "optimizer", "state", "gradients", "activations", "gathered", "inputs")
+        return {n: getattr(self, n) for n in names}
+
+
+def planned_collectives(table: CostTable, choices: Sequence[int]) -> list[PlannedCollective]:
+    """Every collective the chosen strategies imply, dearest first."""
+    found: list[PlannedCollective] = []
+    for index, cls in enumerate(table.classes):
+        strategy = cls.strategies[choices[index]]
+        if not strategy.resolutions:
+            continue
+        op = table.graph.ops[cls.members[0]]
+        out = table.graph.tensors[op.outputs[0]]
+        for kind, axes, payload in resolution_payloads(strategy, out.shape, out.itemsize, table.axis_sizes):
+            found.append(_collective(table, kind, axes, payload, _name(table, out.id), op.id, cls.count))
+    for flow in table.flows:
+        for step in flow_steps(table, flow, choices):
+            if step.kind != "slice":
+                op_id, operand = flow.uses[0]
+                tensor = table.graph.ops[op_id].inputs[operand]
+                name = _name(table, tensor)
+                found.append(_collective(table, step.kind, step.axes, step.payload_bytes, name, op_id, flow.count))
+    return sorted((c for c in found if c.bytes_per_device > 0), key=lambda c: -c.seconds * c.count)
+
+
+def flow_steps(table: CostTable, flow: Flow, choices: Sequence[int]) -> list[reshard.Step]:
+    """Steps that reshard a flow's tensor under the chosen strategies."""
+    if flow.operand == REUSE:
+        return []
+    u = table.classes[flow.u].results[flow.result]
+    v = operand_labels(table, flow)
+    start = u.layouts[u.of_strategy[choices[flow.u]]]
+    end = v.layouts[v.of_strategy[choices[flow.v]]]
+    if end is None or start is None or start == end or (end and isinstance(end[0], str)):
+        return []
+    tensor = flow_tensor(table, flow)
+    return reshard.steps(tensor.shape, tensor.itemsize, start, end, table.axis_sizes, table.collectives)
+
+
+def _collective(
+    table: CostTable, kind: str, axes: tuple[int, ...], payload: float, tensor: str, op_id: int, count: float
+) -> PlannedCollective:
+    op = table.graph.ops[op_id]
+    group = int(np.prod([table.axis_sizes[a] for a in axes]))
+    return PlannedCollective(
+        kind,
+        ring_bytes_per_device(kind, group, payload),
+        tuple(table.axis_names[a] for a in axes),
+        table.collectives.seconds(kind, axes, payload),
+        tensor,
+        f"{op.scope}/{op.primitive}" if op.scope else op.primitive,
+        op.source,
+        count,
+    )
+
+
+def _name(table: CostTable, tensor_id: int) -> str:
+    tensor = table.graph.tensors[tensor_id]
+    producer = table.graph.ops[tensor.producer] if tensor.producer is not None else None
+    while producer is not None and producer.primitive in ("hub", "convert_element_type", "copy") and producer.inputs:
+        source = table.graph.tensors[producer.inputs[0]].producer
+        if source is None:
+            break
+        producer = table.graph.ops[source]
+    if producer is not None and producer.path:
+        return producer.path
+    return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
+
+
+def total_cost(table: CostTable, choices: Sequence[int], collectives: Sequence[PlannedCollective]) -> Cost:
+    """Sums a plan's cost."""
+    compute = sum(c.count * float(c.compute_seconds[s]) for c, s in zip(table.classes, choices, strict=True))
+    flops = sum(
+        c.count * c.rule.flops * c.strategies[s].fraction for c, s in zip(table.classes, choices, strict=True)
+    )
+    per_axis: dict[str, float] = {}
+    per_kind: dict[str, float] = {}
+    for c in collectives:
+        axis = "+".join(c.mesh_axes)
+        per_axis[axis] = per_axis.get(axis, 0.0) + c.seconds * c.count
+        per_kind[c.kind] = per_kind.get(c.kind, 0.0) + c.seconds * c.count
+    communication = sum(per_kind.values())
+    return Cost(compute + communication, compute, communication, per_axis, per_kind, flops)
+
+
+def peak_memory(built: Built, choices: Sequence[int], budget: int | None) -> Memory:
+    """What fills the memory when it is fullest."""
+    program = built.program
+    usage = program.usage_over_time(choices)
+    if not len(usage):
+        return Memory(0, budget)
+    when = int(usage.argmax())
+    lt = program.lifetimes
+    alive = np.flatnonzero((lt.start <= when) & (when < lt.end))
+    parts: dict[str, int] = {}
+    by_label: dict[str, int] = {}
+    for i in alive:
+        held = _held_bytes(built, int(i), choices)
+        if held:
+            category = built.categories[i]
+            parts[category] = parts.get(category, 0) + held
+            label = built.labels[i]
+            by_label[label] = by_label.get(label, 0) + held
+    top = tuple(sorted(by_label.items(), key=lambda item: -item[1])[:20])
+    return Memory(int(usage[when]), budget, **parts, contributors=top)
+
+
+def _held_bytes(built: Built, lifetime: int, choices: Sequence[int]) -> int:
+    lt = built.program.lifetimes
+    owner = int(lt.owner[lifetime])
+    if lt.is_edge[lifetime]:
+        e = built.program.edges[owner]
+        return 0 if e.bytes is None else int(e.bytes[e.u_labels[choices[e.u]], e.v_labels[choices[e.v]]])
+    held = built.program.nodes[owner].bytes
+    return 0 if held is None else int(held[choices[owner]])
