@@ -5,6 +5,7 @@ Everything else asks these functions. When JAX renames something, this file chan
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -96,9 +97,25 @@ def empty_name_stack() -> Any:
     return _source_info.new_name_stack()
 
 
+#: Files of Keras that every layer passes through: a line in them says nothing about the model.
+_PLUMBING = re.compile(r"[/\\]keras[/\\]src[/\\](backend|ops|utils|random|tree)[/\\]")
+_FRAME = re.compile(r"^(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)$")
+
+
 def source_line(eqn: Any) -> str:
-    """The user's line behind an equation, ``"file.py:12 (function)"``; empty when it is unknown."""
-    return _source_info.summarize(eqn.source_info) if eqn.source_info.traceback is not None else ""
+    """The model's line behind an equation, ``"file.py:12 (function)"``; empty when it is unknown.
+
+    It is the innermost frame outside of JAX and of Keras's own operations.
+    """
+    if eqn.source_info.traceback is None:
+        return ""
+    frames = _source_info.summarize(eqn.source_info, num_frames=16).splitlines()[::-1]
+    chosen = next((f for f in frames if not _PLUMBING.search(f)), frames[0] if frames else "")
+    match = _FRAME.match(chosen)
+    if match is None:
+        return chosen
+    name = re.split(r"[/\\]", match["file"])[-1]
+    return f"{name}:{match['line']} ({match['function'].split('.')[-1]})"
 
 
 def is_key_dtype(dtype: Any) -> bool:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from autoshard_ilp.rules.rule import OpView
 
 PSEUDO_OPERATIONS = frozenset(
-    "argument constant result loop_slice loop_stack loop_invariant loop_carry while_cond branch_merge hub".split()
+    {"argument", "constant", "result", "loop_slice", "loop_stack", "loop_invariant", "loop_carry", "while_cond"}
+    | {"branch_merge", "hub"}
 )
 #: Consumers that a hub never stands in front of: they tie a value to another one, or read it from inside a loop.
 _NOT_BEHIND_HUBS = frozenset({"result", "loop_carry", "loop_slice", "loop_stack", "branch_merge", "while_cond", "hub"})

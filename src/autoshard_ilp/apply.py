@@ -1,0 +1,349 @@
+"""Runs the graph of a step with the layouts that a plan decided.
+
+The interpreter binds every equation of the graph again, in program order, under its own name scope and source line, and
+puts ``jax.lax.with_sharding_constraint`` where a layout was decided. Loops and branches are rebuilt with ``lax.scan``,
+``lax.while_loop`` and ``lax.switch``, with the constraints of their bodies inside.
+
+Gather once or gather again: XLA merges two equal all-gathers of one weight and so keeps the gathered copy alive from
+the forward to the backward pass. A hub that must gather again therefore first ties the *sharded* value to a value that
+exists only in the backward pass (an incoming gradient), with one ``optimization_barrier`` over both. The constraint on
+the barrier's result keeps it sharded: else propagation would move the gather in front of the barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from autoshard_ilp import _jax_compat as compat
+from autoshard_ilp.errors import InputShapeError, PlanMismatchError
+from autoshard_ilp.graph import Graph, Op, Region
+from autoshard_ilp.sharding import Layout, to_partition_spec
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Layouts to enforce; what is absent is left to XLA's propagation.
+
+    Attributes:
+        operands: (op id, operand index) -> the layout in which the op reads that operand.
+        results: (op id, result index) -> the layout of that result; for ``argument`` ops, how the argument arrives.
+        regather: ids of backward hubs that gather again instead of sharing the copy of their forward hub.
+    """
+
+    operands: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
+    results: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
+    regather: frozenset[int] = frozenset()
+
+
+def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The same mesh with every axis of type Auto, as ``with_sharding_constraint`` needs.
+
+    Raises:
+        InputShapeError: ``mesh`` is no mesh.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise InputShapeError(f"A mesh must be a jax.sharding.Mesh or AbstractMesh. Received: {type(mesh).__name__}.")
+    if all(kind is AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    auto = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=auto)
+
+
+def planned_function(
+    graph: Graph, decisions: Decisions, mesh: Mesh | AbstractMesh, axis_names: Sequence[str]
+) -> Callable[..., list[Any]]:
+    """The step as a function of its flat arguments, to be called under ``jax.jit``.
+
+    Args:
+        graph: of the step, hubs included if ``decisions`` was made with them.
+        decisions: layouts to enforce.
+        mesh: where the constraints refer to; axes of another type than Auto are taken as Auto.
+        axis_names: the mesh axis behind each entry of a layout.
+
+    Returns:
+        ``f(*arguments) -> list of results``, in the order of the graph's arguments and results.
+
+    Raises:
+        InputShapeError: ``mesh`` is no mesh, or does not have ``axis_names``.
+        PlanMismatchError: (from the function) it was called with another number of arguments.
+    """
+    mesh = auto_mesh(mesh)
+    missing = [name for name in axis_names if name not in mesh.axis_names]
+    if missing:
+        raise InputShapeError(f"Layouts refer to mesh axes {missing}, but the mesh has axes {tuple(mesh.axis_names)}.")
+    plan = _Plan(graph, decisions, mesh, tuple(axis_names))
+
+    def step(*arguments: Any) -> list[Any]:
+        if len(arguments) != len(graph.arguments):
+            raise PlanMismatchError(
+                f"The planned step takes {len(graph.arguments)} flat arguments. Received: {len(arguments)}."
+            )
+        return _Run(plan, arguments).results()
+
+    return step
+
+
+class _Plan:
+    """What does not change between two traces of one planned function."""
+
+    def __init__(
+        self, graph: Graph, decisions: Decisions, mesh: Mesh | AbstractMesh, axis_names: tuple[str, ...]
+    ) -> None:
+        self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
+        self.schedule = graph.schedule()
+        self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
+
+    def layout(self, tensor: int) -> Layout | None:
+        """The decided layout of a tensor where it is produced."""
+        t = self.graph.tensors[tensor]
+        return None if t.producer is None else self.decisions.results.get((t.producer, t.result_index))
+
+    def constrain(self, value: Any, tensor: int, layout: Layout | None) -> Any:
+        """``value`` with a sharding constraint; scalars, keys and undecided tensors pass unchanged."""
+        rank = len(self.graph.tensors[tensor].shape)
+        if layout is None or rank == 0 or compat.is_key_dtype(getattr(value, "dtype", None)):
+            return value
+        key = (layout, rank)
+        if key not in self.shardings:
+            self.shardings[key] = NamedSharding(self.mesh, to_partition_spec(layout, rank, self.axis_names))
+        return jax.lax.with_sharding_constraint(value, self.shardings[key])
+
+    def anchor(self, hub: Op) -> int | None:
+        """A tensor that exists only in the backward pass and before ``hub``, best an operand of what the hub feeds."""
+        graph = self.graph
+
+        def usable(tensor: int) -> bool:
+            producer = graph.tensors[tensor].producer
+            if producer is None or producer >= hub.id or tensor == hub.inputs[0]:
+                return False
+            op = graph.ops[producer]
+            return op.phase == "backward" and op.region == hub.region and op.primitive not in ("hub", "constant")
+
+        def origin(tensor: int) -> int:
+            producer = graph.tensors[tensor].producer
+            if producer is not None and graph.ops[producer].primitive == "hub":
+                return graph.ops[producer].inputs[0]
+            return tensor
+
+        for consumer, _ in graph.tensors[hub.outputs[0]].consumers:
+            found = [t for t in map(origin, graph.ops[consumer].inputs) if usable(t)]
+            if found:
+                return max(found, key=lambda t: (graph.tensors[t].shape != (), graph.tensors[t].producer))
+        for op in reversed(graph.ops[: hub.id]):
+            if op.outputs and op.inputs and usable(op.outputs[0]):
+                return op.outputs[0]
+        return None
+
+
+class _Frame:
+    """Values of one region; falls back to those of the region around it."""
+
+    def __init__(self, parent: _Frame | None = None) -> None:
+        self.parent = parent
+        self.values: dict[int, Any] = {}
+        self.copies: dict[tuple[int, Layout], Any] = {}
+
+    def get(self, tensor: int) -> Any:
+        frame: _Frame | None = self
+        while frame is not None:
+            if tensor in frame.values:
+                return frame.values[tensor]
+            frame = frame.parent
+        raise KeyError(tensor)
+
+
+class _Run:
+    """One trace of the planned step."""
+
+    def __init__(self, plan: _Plan, arguments: Sequence[Any]) -> None:
+        self.plan, self.graph, self.arguments = plan, plan.graph, arguments
+
+    def results(self) -> list[Any]:
+        top = _Frame()
+        self.run(0, top)
+        ops = self.graph.ops
+        return [self.array(top, ops[r], 0) for r in self.graph.results]
+
+    def run(self, region: int, frame: _Frame) -> None:
+        for item in self.plan.schedule[region]:
+            if isinstance(item, Region):
+                {"scan": self.scan, "while": self.while_loop, "cond": self.cond}[item.kind](item, frame)
+            else:
+                self.operation(item, frame)
+
+    # -- reading and writing values
+
+    def value(self, frame: _Frame, tensor: int) -> Any:
+        literal = self.graph.tensors[tensor].literal
+        return frame.get(tensor) if literal is None else literal
+
+    def read(self, frame: _Frame, op: Op, i: int) -> Any:
+        """Operand i of ``op`` in the layout in which the op wants it; equal copies are made once."""
+        tensor = op.inputs[i]
+        value = self.value(frame, tensor)
+        layout = self.plan.decisions.operands.get((op.id, i))
+        if layout is None or layout == self.plan.layout(tensor):
+            return value
+        key = (tensor, layout)
+        if key not in frame.copies:
+            frame.copies[key] = self.plan.constrain(value, tensor, layout)
+        return frame.copies[key]
+
+    def array(self, frame: _Frame, op: Op, i: int) -> Any:
+        """As :meth:`read`; a literal becomes an array of its exact type."""
+        value = self.read(frame, op, i)
+        tensor = self.graph.tensors[op.inputs[i]]
+        return value if tensor.literal is None else jnp.asarray(value, dtype=tensor.dtype)
+
+    def write(self, frame: _Frame, op: Op, j: int, value: Any) -> None:
+        layout = self.plan.decisions.results.get((op.id, j))
+        frame.values[op.outputs[j]] = self.plan.constrain(value, op.outputs[j], layout)
+
+    # -- operations
+
+    def operation(self, op: Op, frame: _Frame) -> None:
+        if op.primitive == "argument":
+            self.write(frame, op, 0, self.arguments[op.position])
+        elif op.primitive == "constant":
+            self.write(frame, op, 0, jnp.asarray(op.params["value"]))
+        elif op.primitive == "hub":
+            with compat.under_name_stack(op.name_stack):
+                self.hub(op, frame)
+        elif op.primitive == "loop_invariant":
+            self.write(frame, op, 0, self.read(frame, op, 0))
+        elif op.eqn is not None or op.primitive == "optimization_barrier":
+            self.equation(op, frame)
+        # What is left is done by the loop or branch that owns it, or is a result.
+
+    def equation(self, op: Op, frame: _Frame) -> None:
+        with compat.under_name_stack(op.name_stack):
+            args = [self.read(frame, op, i) for i in range(len(op.inputs))]
+        if op.primitive == "optimization_barrier":
+            outs = list(jax.lax.optimization_barrier(tuple(args)))
+        elif op.primitive == "sharding_constraint":
+            outs = args  # the plan replaces constraints written for another mesh
+        else:
+            outs = compat.bind_equation(op.eqn, args, op.name_stack)
+        with compat.under_name_stack(op.name_stack):
+            for j, out in enumerate(outs):
+                self.write(frame, op, j, out)
+
+    def hub(self, op: Op, frame: _Frame) -> None:
+        decided = self.plan.decisions
+        layout = decided.results.get((op.id, 0))
+        first = op.params.get("first")
+        if op.id in decided.regather and layout is not None and layout != self.plan.layout(op.inputs[0]):
+            self.write(frame, op, 0, self.tied(op, frame))
+        elif first is not None and layout is not None and decided.results.get((first, 0)) == layout:
+            frame.values[op.outputs[0]] = frame.get(self.graph.ops[first].outputs[0])
+        elif decided.operands.get((op.id, 0)) == layout:
+            frame.values[op.outputs[0]] = self.read(frame, op, 0)  # the copy that is read has this layout already
+        else:
+            self.write(frame, op, 0, self.read(frame, op, 0))
+
+    def tied(self, op: Op, frame: _Frame) -> Any:
+        """The operand of a hub, still in its own layout, unavailable before a value of the backward pass is."""
+        plan, tensor = self.plan, op.inputs[0]
+        value = self.value(frame, tensor)
+        anchor = plan.anchor(op)
+        if anchor is None:
+            return value
+        value, other = jax.lax.optimization_barrier((value, frame.get(anchor)))
+        frame.values[anchor] = plan.constrain(other, anchor, plan.layout(anchor))
+        return plan.constrain(value, tensor, plan.layout(tensor))
+
+    # -- regions
+
+    def carries(self, region: Region, outer: _Frame) -> list[Any]:
+        ops = self.graph.ops
+        return [self.array(outer, ops[c], 0) for c in region.carries]
+
+    def enter(self, region: Region, outer: _Frame, carried: Sequence[Any]) -> _Frame:
+        frame = _Frame(outer)
+        for c, value in zip(region.carries, carried, strict=True):
+            self.write(frame, self.graph.ops[c], 0, value)
+        return frame
+
+    def leave(self, region: Region, frame: _Frame) -> list[Any]:
+        """Values at the end of a loop body, in the layout that they have at its beginning."""
+        ends = []
+        for c in region.carries:
+            op = self.graph.ops[c]
+            layout = self.plan.decisions.results.get((c, 0))
+            ends.append(self.plan.constrain(self.array(frame, op, 1), op.outputs[0], layout))
+        return ends
+
+    def finals(self, region: Region, outer: _Frame, values: Sequence[Any]) -> None:
+        for c, value in zip(region.carries, values, strict=True):
+            self.write(outer, self.graph.ops[c], 1, value)
+
+    def scan(self, region: Region, outer: _Frame) -> None:
+        ops = self.graph.ops
+        xs = [self.read(outer, ops[s], 0) for s in region.slices]
+
+        def body(carried: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            frame = self.enter(region, outer, carried)
+            for s, value in zip(region.slices, x, strict=True):
+                self.write(frame, ops[s], 0, value)
+            self.run(region.id, frame)
+            return self.leave(region, frame), [self.array(frame, ops[s], 0) for s in region.stacks]
+
+        with compat.under_name_stack(region.name_stack):
+            finals, ys = jax.lax.scan(
+                body,
+                self.carries(region, outer),
+                xs,
+                length=region.trip_count,
+                reverse=region.params["reverse"],
+                unroll=region.params["unroll"],
+            )
+            self.finals(region, outer, finals)
+            for s, value in zip(region.stacks, ys, strict=True):
+                self.write(outer, ops[s], 0, value)
+
+    def while_loop(self, region: Region, outer: _Frame) -> None:
+        ops = self.graph.ops
+        assert region.condition is not None
+        test = ops[region.condition]
+
+        def condition(carried: list[Any]) -> Any:
+            frame = self.enter(region, outer, carried)
+            operands: list[Any] = [None] * test.params["n_operands"]
+            for i, position in enumerate(test.params["used"]):
+                operands[position] = self.read(frame, test, i)
+            return compat.run_jaxpr(test.params["jaxpr"], operands)[0]
+
+        def body(carried: list[Any]) -> list[Any]:
+            frame = self.enter(region, outer, carried)
+            self.run(region.id, frame)
+            return self.leave(region, frame)
+
+        with compat.under_name_stack(region.name_stack):
+            self.finals(region, outer, jax.lax.while_loop(condition, body, self.carries(region, outer)))
+
+    def cond(self, region: Region, outer: _Frame) -> None:
+        ops = self.graph.ops
+        assert region.index is not None
+        merges = [ops[m] for m in region.merges]
+
+        def branch(position: int) -> Callable[[], list[Any]]:
+            def run_branch() -> list[Any]:
+                frame = _Frame(outer)
+                self.run(region.branches[position], frame)
+                return [self.array(frame, op, position) for op in merges]
+
+            return run_branch
+
+        with compat.under_name_stack(region.name_stack):
+            index = self.value(outer, region.index)
+            values = jax.lax.switch(index, [branch(i) for i in range(len(region.branches))])
+            for op, value in zip(merges, values, strict=True):
+                self.write(outer, op, 0, value)
