@@ -134,3 +134,16 @@ def dtype_name_and_size(dtype: Any) -> tuple[str, float]:
     if name.startswith(("int", "uint")):
         return name, jax.numpy.iinfo(dtype).bits / 8
     return name, float(np.dtype(dtype).itemsize)
+
+
+def compile_only_devices(platform: str, topology_name: str, **options: Any) -> tuple[Any, ...]:
+    """Devices of a machine that is not there; programs can be compiled for them (``verify/targets.py`` has the names).
+
+    Args:
+        platform: ``"tpu"`` or ``"cuda"``.
+        topology_name: libtpu's name of a slice, such as ``"v5e:4x4"``; empty for CUDA.
+        options: what the compiler's library takes besides, such as ``wrap`` or ``target_config``.
+    """
+    from jax.experimental import topologies
+
+    return tuple(topologies.get_topology_desc(topology_name, platform=platform, **options).devices)
