@@ -378,7 +378,7 @@ def _results(
     import jax
 
     new_state, outputs = out_shape
-    if jax.tree.structure(new_state) != jax.tree.structure(state):
+    if str(jax.tree.structure(new_state)) != str(jax.tree.structure(state)):
         raise UnsupportedModelError(
             f"A {mode} step must return its state in the structure that it took. Received: "
             f"{[len(g) for g in new_state]} arrays for {[len(g) for g in state]}. Correct the model's {mode}_step."
