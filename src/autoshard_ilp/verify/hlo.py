@@ -272,9 +272,9 @@ def _operand_bytes(computation: Computation, instruction: Instruction) -> tuple[
         operands = instruction.operands
         if instruction.opcode.startswith("ragged"):
             operands = operands[:1]  # then come the output buffer, offsets and sizes
-        types = [
-            computation.instructions[name].type_text for name in operands if name in computation.instructions
-        ] or [instruction.type_text]
+        types = [computation.instructions[name].type_text for name in operands if name in computation.instructions] or [
+            instruction.type_text
+        ]
     dtypes = [dtype for type_text in types for dtype, _ in array_shapes(type_text)]
     return sum(type_bytes(type_text) for type_text in types), dtypes[0] if dtypes else ""
 

@@ -15,6 +15,7 @@ the ids of those devices are. The notations are described in XLA's ``xla/hlo/ir/
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,7 +70,7 @@ def _mesh_groups(match: re.Match[str]) -> Groups:
     blocks: list[tuple[str, int]] = []  # (axis, product of the major blocks before this one)
     for name, _ in axes:
         edges = sorted(cuts[name])
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in itertools.pairwise(edges):
             shape.append(high // low)
             blocks.append((name, low))
     moving: list[int] = []
