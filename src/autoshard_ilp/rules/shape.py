@@ -10,7 +10,15 @@ from autoshard_ilp.rules.registry import register
 from autoshard_ilp.rules.rule import Dim, Dims, Kind, OpView, Rule
 
 
-@register("reshape", "squeeze", "expand_dims")
+@register("squeeze", "expand_dims")
+def squeeze(op: OpView) -> Rule:
+    """Dimensions of size 1 come or go: ``(a 1 b) -> (a b)``."""
+    b = Builder()
+    operand, result = refine(b, op.in_shapes[0], op.out_shapes[0])
+    return b.rule([operand], [result])
+
+
+@register("reshape")
 def reshape(op: OpView) -> Rule:
     """The finest factors that both shapes are made of; see :func:`refine`."""
     source, target = op.in_shapes[0], op.out_shapes[0]
