@@ -1,1 +1,59 @@
-"""autoshard_ilp."""
+"""autoshard_ilp: provably optimal sharding of Keras 3 models on JAX.
+
+    import autoshard_ilp as autoshard
+    plan = autoshard.optimize(model, mesh, memory_budget="16GB")
+
+Importing this package imports neither Keras nor JAX nor OR-Tools; they are loaded by the first call that needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from autoshard_ilp.errors import AutoshardError as AutoshardError
+from autoshard_ilp.errors import InfeasibleError as InfeasibleError
+from autoshard_ilp.errors import InputShapeError as InputShapeError
+from autoshard_ilp.errors import PlanFileError as PlanFileError
+from autoshard_ilp.errors import PlanMismatchError as PlanMismatchError
+from autoshard_ilp.errors import ProfileError as ProfileError
+from autoshard_ilp.errors import TargetError as TargetError
+from autoshard_ilp.errors import UnsupportedModelError as UnsupportedModelError
+
+if TYPE_CHECKING:
+    from autoshard_ilp.api import load as load
+    from autoshard_ilp.api import optimize as optimize
+    from autoshard_ilp.baselines import baseline as baseline
+    from autoshard_ilp.costs.profile import HardwareProfile as HardwareProfile
+    from autoshard_ilp.costs.profile import load_profile as profile
+    from autoshard_ilp.costs.profile import profiles as profiles
+    from autoshard_ilp.functions import optimize_fn as optimize_fn
+    from autoshard_ilp.plan import Plan as Plan
+    from autoshard_ilp.program.model import SolverOptions as SolverOptions
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "optimize": ("autoshard_ilp.api", "optimize"),
+    "load": ("autoshard_ilp.api", "load"),
+    "baseline": ("autoshard_ilp.baselines", "baseline"),
+    "optimize_fn": ("autoshard_ilp.functions", "optimize_fn"),
+    "Plan": ("autoshard_ilp.plan", "Plan"),
+    "SolverOptions": ("autoshard_ilp.program.model", "SolverOptions"),
+    "HardwareProfile": ("autoshard_ilp.costs.profile", "HardwareProfile"),
+    "profile": ("autoshard_ilp.costs.profile", "load_profile"),
+    "profiles": ("autoshard_ilp.costs.profile", "profiles"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        module, attribute = _LAZY[name]
+        value = getattr(importlib.import_module(module), attribute)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -147,9 +147,7 @@ def _name(table: CostTable, tensor_id: int) -> str:
 def total_cost(table: CostTable, choices: Sequence[int], collectives: Sequence[PlannedCollective]) -> Cost:
     """Sums a plan's cost."""
     compute = sum(c.count * float(c.compute_seconds[s]) for c, s in zip(table.classes, choices, strict=True))
-    flops = sum(
-        c.count * c.rule.flops * c.strategies[s].fraction for c, s in zip(table.classes, choices, strict=True)
-    )
+    flops = sum(c.count * c.rule.flops * c.strategies[s].fraction for c, s in zip(table.classes, choices, strict=True))
     per_axis: dict[str, float] = {}
     per_kind: dict[str, float] = {}
     for c in collectives:

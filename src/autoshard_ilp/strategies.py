@@ -188,4 +188,6 @@ def _scatter_fits(
     only = tuple(d if d in {layout[a] for a in scattered} else WHOLE for d in layout)
     if not divides(shape, only, axis_sizes):
         return False
-    return not any(layout[later] == layout[a] == before[later] for a in scattered for later in range(a + 1, len(layout)))
+    return not any(
+        layout[later] == layout[a] == before[later] for a in scattered for later in range(a + 1, len(layout))
+    )

@@ -166,11 +166,15 @@ def _hold_results(
         tensor = graph.tensors[representative.outputs[0]]
         held = np.array(
             [
-                local_bytes(tensor.shape, tensor.itemsize, s.partial, sizes) if s.partial not in (None, s.results[0]) else 0
+                local_bytes(tensor.shape, tensor.itemsize, s.partial, sizes)
+                if s.partial not in (None, s.results[0])
+                else 0
                 for s in cls.strategies
             ]
         )
-        spans = [(int(buffers.time[m]), int(buffers.time[m]) + 1, "activations", graph.ops[m].scope) for m in cls.members]
+        spans = [
+            (int(buffers.time[m]), int(buffers.time[m]) + 1, "activations", graph.ops[m].scope) for m in cls.members
+        ]
         hold(held, spans)
 
 

@@ -88,7 +88,9 @@ def analyse(graph: Graph) -> Buffers:
         if producer.primitive == "argument":
             start[t.id], end[t.id] = 0, horizon
         else:
-            start[t.id] = _region_start(graph, producer, time) if producer.primitive == "loop_stack" else time[t.producer]
+            start[t.id] = (
+                _region_start(graph, producer, time) if producer.primitive == "loop_stack" else time[t.producer]
+            )
             end[t.id] = horizon if t.id in held_to_end else max(last_use[t.id], start[t.id]) + 1
     return Buffers(stored, start, end, root, _reads(graph, root, stored), last_use, time, horizon)
 

@@ -158,7 +158,9 @@ class ReshardTables:
 def _pattern(start: Layout, end: Layout) -> tuple:
     """What changes, with dimensions renamed by first appearance, so that equal changes share one price."""
     names: dict[int, int] = {WHOLE: WHOLE}
-    return tuple((names.setdefault(a, len(names)), names.setdefault(b, len(names))) for a, b in zip(start, end, strict=True))
+    return tuple(
+        (names.setdefault(a, len(names)), names.setdefault(b, len(names))) for a, b in zip(start, end, strict=True)
+    )
 
 
 def _all_shards(shape: tuple[int, ...], start: Layout, end: Layout, sizes: Sequence[int]) -> list[int]:

@@ -194,7 +194,11 @@ def _price(
     outs = [graph.tensors[t] for t in op.outputs]
     traffic = compute.Traffic(
         tuple((i, t.shape, t.itemsize) for i, t in enumerate(ins) if t.id in buffers.reads[op.id]),
-        tuple((j, t.shape, t.itemsize) for j, t in enumerate(outs) if buffers.stored[t.id] and op.primitive not in BOUNDARY),
+        tuple(
+            (j, t.shape, t.itemsize)
+            for j, t in enumerate(outs)
+            if buffers.stored[t.id] and op.primitive not in BOUNDARY
+        ),
         ins[0].dtype if ins else (outs[0].dtype if outs else "float32"),
     )
     kinds = tuple((n, f.size, f.kind, f.combine) for n, f in rule.factors.items())

@@ -1,0 +1,337 @@
+"""The main job: from a model and a mesh to a proved plan. Each function here reads as the chain of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoshard_ilp.errors import InfeasibleError, InputShapeError, ProfileError, UnsupportedModelError
+from autoshard_ilp.mesh import MeshSpec, as_mesh
+from autoshard_ilp.pins import Allowed, Pinned, path_shapes, resolve_pins
+from autoshard_ilp.plan import Plan, Step, Trail, leaves
+from autoshard_ilp.program.model import SolverOptions
+from autoshard_ilp.progress import Progress
+from autoshard_ilp.units import format_bytes, parse_bytes
+
+ROLES = {
+    "parameter": "parameters",
+    "optimizer": "optimizer",
+    "non_trainable": "state",
+    "metric": "state",
+    "seed": "state",
+    "state": "state",
+}
+"""Memory category of an argument's role; everything else counts as inputs."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of one planning run, checked."""
+
+    mesh: MeshSpec
+    profile: Any
+    physical_shape: str | None
+    capacity: int
+    pins: Mapping[str, Any] | None
+    objective: str
+    solver: SolverOptions
+    restriction: Callable[[Mapping[str, tuple[int, ...]]], Allowed] | None = None
+
+
+def optimize(
+    model: Any,
+    mesh: Any,
+    memory_budget: str | int | None = None,
+    *,
+    hardware: Any = None,
+    batch_size: int | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    sample_weight: Any = None,
+    sequence_length: int | None = None,
+    mode: str = "train",
+    pins: Mapping[str, Any] | None = None,
+    objective: str = "step_time",
+    solver: SolverOptions | None = None,
+    strict: bool = False,
+    progress: Any = None,
+) -> Plan:
+    """Finds the fastest layout of every tensor of a Keras model's step within a memory budget, and proves it.
+
+    Args:
+        model: a ``keras.Model``, or a callable without arguments that builds (and compiles) one; it is built
+            abstractly, nothing is allocated.
+        mesh: ``jax.sharding.Mesh``, ``AbstractMesh``, ``keras.distribution.DeviceMesh`` or ``{"data": 2, "model": 4}``.
+        memory_budget: per device: "16GB" (10**9), "16GiB" (2**30) or bytes; None: the profile's usable memory.
+        hardware: profile name ("tpu-v5e", or with the slice's shape "tpu-v5e:4x4"), ``HardwareProfile``, or path of a
+            TOML; None: from the mesh's devices, else "cpu-host".
+        batch_size: global batch; None: from ``inputs``, else 32 rounded up to a multiple of the device count.
+        inputs, targets, sample_weight: pytrees of arrays, ``ShapeDtypeStruct`` or ``KerasTensor`` of one global batch.
+        sequence_length: size of unknown dimensions such as that of token ids.
+        mode: "train" (the whole step) or "predict" (forward only).
+        pins: ``{regex on a path: PartitionSpec or tuple}``, always honoured or named as the conflict.
+        objective: "step_time" or "communication".
+        solver: time limit, gap, seed, ...
+        strict: an unknown primitive is an error instead of being kept whole.
+        progress: None: shown on a terminal or in a notebook; True, False, or a callable that receives dictionaries.
+
+    Returns:
+        The plan, with its lower bound and gap.
+
+    Raises:
+        InputShapeError: mesh, batch, budget, pins or inputs that make no sense.
+        UnsupportedModelError: not a Keras model on JAX that can be traced.
+        ProfileError: unknown or unsuitable hardware.
+        InfeasibleError: no plan fits the budget and the pins; carries the smallest budget that does.
+    """
+    request = check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
+    with Progress(progress).running() as shown:
+        with shown.stage("trace"):
+            options = {
+                "batch_size": batch_size,
+                "inputs": inputs,
+                "targets": targets,
+                "sample_weight": sample_weight,
+                "sequence_length": sequence_length,
+                "mode": mode,
+            }
+            traced = trace(model, request.mesh, **options)
+        with shown.stage("graph"):
+            step = graph_of(traced)
+        return plan_step(step, traced, request, shown, mode=mode, batch_size=traced.batch_size)
+
+
+def check_request(
+    mesh: Any,
+    memory_budget: str | int | None,
+    hardware: Any,
+    pins: Mapping[str, Any] | None,
+    objective: str,
+    solver: SolverOptions | None,
+    strict: bool = False,
+    restriction: Any = None,
+) -> Request:
+    """Checks everything that can be checked before the model is looked at."""
+    from autoshard_ilp.costs.build import OBJECTIVES
+
+    where = as_mesh(mesh)
+    profile, shape = _profile(hardware, where)
+    if objective not in OBJECTIVES:
+        raise InputShapeError(f"objective is one of {OBJECTIVES}. Received: {objective!r}.")
+    options = solver or SolverOptions()
+    if not isinstance(options, SolverOptions):
+        raise InputShapeError(f"solver is an autoshard_ilp.SolverOptions. Received: {options!r}.")
+    capacity = profile.usable_memory_bytes if memory_budget is None else parse_bytes(memory_budget)
+    if strict:
+        options = replace(options, strict=True)
+    return Request(where, profile, shape, capacity, pins, objective, options, restriction)
+
+
+def _profile(hardware: Any, mesh: MeshSpec) -> tuple[Any, str | None]:
+    """The profile, and the slice's physical shape where ``hardware`` names one ("tpu-v5e:4x4")."""
+    from autoshard_ilp.costs.profile import load_profile, profile_for_device_kind
+
+    found = profile_for_device_kind(mesh.device_kind) if mesh.device_kind else None
+    if hardware is None:
+        if mesh.device_kind and found is None:
+            raise ProfileError(
+                f"A mesh's devices need a hardware profile. Received: devices of kind {mesh.device_kind!r}, which no "
+                "profile names. Pass hardware= a profile name, or the path of a TOML for these devices."
+            )
+        return load_profile(found or "cpu-host"), None
+    shape = None
+    if isinstance(hardware, str) and ":" in hardware and not hardware.endswith(".toml"):
+        hardware, _, shape = hardware.partition(":")
+    profile = load_profile(hardware)
+    if found is not None and found != "cpu-host" and load_profile(found).family != profile.family:
+        raise ProfileError(
+            f"The profile must be for the mesh's own devices (CPU devices may stand in for any). Received: "
+            f"hardware={profile.name!r} for devices of kind {mesh.device_kind!r}. Drop hardware=, or pass {found!r}."
+        )
+    return profile, shape
+
+
+def trace(model: Any, mesh: MeshSpec, **options: Any) -> Any:
+    """Traces the step once (:func:`autoshard_ilp.trace.trace_model`) and checks the batch against the mesh."""
+    from autoshard_ilp.trace import trace_model
+
+    batch_size = options.get("batch_size")
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise InputShapeError(f"batch_size is a positive integer. Received: {batch_size!r}.")
+    traced = trace_model(model, device_count=mesh.size, **options)
+    axes = [s for s in mesh.axis_sizes if s > 1]
+    if axes and traced.batch_size > 1 and all(traced.batch_size % s for s in axes):
+        raise InputShapeError(
+            f"The global batch must divide by at least one mesh axis. Received: batch_size={traced.batch_size} on a "
+            f"mesh of {mesh}. Use a multiple of {min(axes)}."
+        )
+    return traced
+
+
+def trace_step(model: Any, mesh: MeshSpec, **options: Any) -> tuple[Step, Any]:
+    """Trace and graph in one go."""
+    traced = trace(model, mesh, **options)
+    return graph_of(traced), traced
+
+
+def graph_of(traced: Any) -> Step:
+    """The graph of a Keras step, hubs inserted."""
+    from autoshard_ilp.graph import build_graph, insert_hubs
+
+    graph = build_graph(
+        traced.closed_jaxpr,
+        argument_paths=[a.path for a in traced.arguments],
+        result_paths=[r.path for r in traced.results],
+        aliases=traced.aliases,
+    )
+    return Step(insert_hubs(graph), (traced.state, traced.batch), traced.out_tree, (0,), traced)
+
+
+def plan_step(
+    step: Step, infos: Any, request: Request, progress: Progress, *, mode: str, batch_size: int, origin: Any = None
+) -> Plan:
+    """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``."""
+    from autoshard_ilp.costs.build import build_program
+    from autoshard_ilp.program import solve
+
+    with progress.stage("strategies"):
+        table, pinned = price(step.graph, request)
+    with progress.stage("costs"):
+        roles = {op: ROLES.get(infos.arguments[i].role, "inputs") for i, op in enumerate(step.graph.arguments)}
+        built = build_program(table, roles, capacity=request.capacity, objective=request.objective)
+    with progress.stage("solve"):
+        solution = solve(built.program, request.solver, on_progress=progress.tell)
+    if solution.status == "infeasible" or solution.choices is None:
+        raise _infeasible(table, built, solution, request, pinned)
+    return _assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
+
+
+def price(graph: Any, request: Request) -> tuple[Any, Pinned]:
+    """The cost table of a graph, and the pins it honours."""
+    from autoshard_ilp.costs.collectives import CollectiveCosts
+    from autoshard_ilp.costs.table import build_table
+    from autoshard_ilp.costs.topology import MeshLinks
+    from autoshard_ilp.rules import rule_for
+
+    mesh = request.mesh
+    shapes = path_shapes(graph)
+    pinned = resolve_pins(request.pins, shapes, mesh.axis_names, mesh.axis_sizes)
+    if request.restriction is not None:
+        pinned = Pinned({**request.restriction(shapes), **pinned.allowed}, pinned.sources)
+    links = MeshLinks.create(request.profile, mesh.axis_names, mesh.axis_sizes, request.physical_shape)
+    table = build_table(
+        graph,
+        rule_for,
+        mesh.axis_names,
+        mesh.axis_sizes,
+        request.profile,
+        CollectiveCosts(links),
+        restriction=pinned.restrict,
+        restriction_key=pinned.key,
+        fold_layers=request.solver.fold_layers,
+    )
+    if table.unknown and request.solver.strict:
+        raise UnsupportedModelError(
+            "Under strict=True every primitive needs a sharding rule. Received: "
+            + "; ".join(table.unknown[:5])
+            + ". Add a rule (src/autoshard_ilp/rules/README.md), or plan without strict to keep these whole."
+        )
+    return table, pinned
+
+
+def _infeasible(table: Any, built: Any, solution: Any, request: Request, pinned: Pinned) -> InfeasibleError:
+    from autoshard_ilp.program import minimum_capacity
+    from autoshard_ilp.report import peak_memory
+
+    pins = list(dict.fromkeys(text for texts in pinned.sources.values() for text in texts))
+    if solution.status != "infeasible":
+        return InfeasibleError(
+            f"No plan was found within the time limit of {request.solver.time_limit:g} s. Received: a budget of "
+            f"{format_bytes(request.capacity)}. Raise SolverOptions(time_limit=...) or the budget.",
+            conflicts=pins,
+        )
+    lower, upper, choices = minimum_capacity(built.program, request.solver)
+    if choices is None or not len(choices):
+        return InfeasibleError(f"The pins contradict each other. Received: {', '.join(pins)}.", conflicts=pins)
+    memory = peak_memory(built, choices, request.capacity)
+    largest = "; ".join(f"{label} {format_bytes(size)}" for label, size in memory.contributors[:5])
+    proved = "" if lower == upper else f" (proved: not below {format_bytes(lower)})"
+    named = f" Pins in force: {', '.join(pins)}." if pins else ""
+    return InfeasibleError(
+        f"No plan fits the memory budget. Received: {format_bytes(request.capacity)} per device on a mesh of "
+        f"{request.mesh}. The smallest budget that fits is {format_bytes(upper)}{proved}; at its peak: {largest}.{named} "
+        "Raise memory_budget, use more devices, or a smaller batch.",
+        minimum_budget=upper,
+        minimum_budget_bound=lower,
+        contributors=memory.contributors,
+        conflicts=pins,
+    )
+
+
+def _assemble(
+    step: Step,
+    infos: Any,
+    request: Request,
+    progress: Progress,
+    table: Any,
+    built: Any,
+    solution: Any,
+    mode: str,
+    batch_size: int,
+    origin: dict[str, Any],
+) -> Plan:
+    from autoshard_ilp.placement import place
+    from autoshard_ilp.report import peak_memory, planned_collectives, total_cost
+
+    graph, choices = step.graph, solution.choices
+    placement = place(table, choices)
+    collectives = planned_collectives(table, choices)
+    cost = total_cost(table, choices, collectives)
+    timings = dict(progress.seconds)
+    inside = solution.report.get("seconds", {})
+    timings["presolve"] = float(inside.get("presolve", 0.0))
+    timings["solve"] = max(0.0, timings.get("solve", 0.0) - timings["presolve"])
+    notes = ()
+    if any(len(c.members) > 1 for c in table.classes):
+        notes = ("Repeated layers share one decision; optimality is proved for that problem.",)
+    return Plan(
+        mesh=request.mesh,
+        hardware=request.profile.name,
+        mode=mode,
+        batch_size=batch_size,
+        objective=request.objective,
+        arguments=leaves(infos.arguments, [placement.of(i)[1][0] for i in graph.arguments]),
+        results=leaves(infos.results, [placement.of(i)[0][0] for i in graph.results]),
+        cost=cost,
+        collectives=tuple(collectives),
+        memory=peak_memory(built, choices, request.capacity),
+        status=solution.status,
+        lower_bound=float(solution.lower_bound),
+        gap=float(solution.gap),
+        timings=timings,
+        placement=placement,
+        unknown=table.unknown,
+        notes=notes,
+        origin=origin,
+        executable=step,
+        trail=Trail(getattr(infos, "closed_jaxpr", None), graph, table, built.program, built, solution),
+    )
+
+
+def load(path: Any, model: Any = None, **inputs: Any) -> Plan:
+    """Reads a plan file; with ``model`` (a Keras model or builder) the plan can run again.
+
+    Raises:
+        PlanFileError: the file is missing, damaged, foreign or newer.
+        PlanMismatchError: the plan was made for another model.
+    """
+    from autoshard_ilp.planfile import load as read
+
+    plan = read(path)
+    return plan if model is None else plan.bind(model, **inputs)
+
+
+def names_of(items: Sequence[Any]) -> str:
+    """A comma-separated list for messages."""
+    return ", ".join(map(str, items))

@@ -1,0 +1,88 @@
+"""The decided layouts of a whole step: what the plan file stores, and what the interpreter enforces."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard_ilp.costs.table import CostTable
+from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.sharding import Layout
+
+Choice = tuple[tuple[Layout | None, ...], tuple[Layout, ...]]
+"""Layouts of an operation's operands (None: not read) and of its results."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Layouts of every operation of a graph, compressed.
+
+    Attributes:
+        choices: distinct (operand layouts, result layouts).
+        of_op: index into ``choices`` per op id.
+        fingerprint: of the graph that the placement belongs to.
+    """
+
+    choices: tuple[Choice, ...]
+    of_op: tuple[int, ...]
+    fingerprint: str
+
+    def of(self, op_id: int) -> Choice:
+        """Operand and result layouts of one operation."""
+        return self.choices[self.of_op[op_id]]
+
+
+def place(table: CostTable, chosen: Sequence[int]) -> Placement:
+    """Placement of every operation under the chosen strategy per class."""
+    names: dict[Choice, int] = {}
+    of_op = []
+    for op in table.graph.ops:
+        c = int(table.class_of[op.id])
+        strategy = table.classes[c].strategies[chosen[c]]
+        choice: Choice = (strategy.operands, strategy.results)
+        if op.primitive == "result" and strategy.results:  # shares the decision of the argument that it replaces
+            choice = ((strategy.results[0],), ())
+        of_op.append(names.setdefault(choice, len(names)))
+    return Placement(tuple(names), tuple(of_op), fingerprint(table.graph))
+
+
+def fingerprint(graph: Graph) -> str:
+    """Hash of a graph's structure: primitives, shapes, dtypes and wiring, but no names (Keras numbers layers anew)."""
+    digest = hashlib.sha256()
+    for op in graph.ops:
+        shapes = [(graph.tensors[t].shape, graph.tensors[t].dtype) for t in op.outputs]
+        digest.update(f"{op.primitive}{op.inputs}{shapes}{op.region}\n".encode())
+    return digest.hexdigest()
+
+
+def decisions(graph: Graph, placement: Placement) -> Any:
+    """What the interpreter enforces (:class:`autoshard_ilp.apply.Decisions`)."""
+    from autoshard_ilp.apply import Decisions
+
+    operands: dict[tuple[int, int], Layout] = {}
+    results: dict[tuple[int, int], Layout] = {}
+    for op in graph.ops:
+        reads, writes = placement.of(op.id)
+        for i, layout in enumerate(reads):
+            if layout is not None and graph.tensors[op.inputs[i]].shape:
+                operands[op.id, i] = layout
+        for j, layout in enumerate(writes):
+            if graph.tensors[op.outputs[j]].shape:
+                results[op.id, j] = layout
+    regather = frozenset(op.id for op in graph.ops if _gathers_again(graph, op, placement))
+    return Decisions(operands, results, regather)
+
+
+def _gathers_again(graph: Graph, op: Op, placement: Placement) -> bool:
+    """A backward hub that makes the same copy as its forward hub did, instead of keeping that one."""
+    if op.primitive != "hub" or op.params.get("first") is None:
+        return False
+    reads, writes = placement.of(op.id)
+    tensor = graph.tensors[op.inputs[0]]
+    if reads[0] is None or tensor.producer is None:
+        return False
+    source = placement.of(tensor.producer)[1][tensor.result_index]
+    first = placement.of(op.params["first"])[1][0]
+    return first == writes[0] != source

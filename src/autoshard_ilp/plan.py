@@ -1,0 +1,312 @@
+"""The plan: layouts of a step, what they cost, the proof, and the means to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from autoshard_ilp.errors import PlanMismatchError, UnsupportedModelError
+from autoshard_ilp.graph import Graph
+from autoshard_ilp.mesh import MeshSpec
+from autoshard_ilp.placement import Placement, decisions, fingerprint
+from autoshard_ilp.report import Cost, Memory, PlannedCollective
+from autoshard_ilp.sharding import Layout, to_partition_spec
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One argument or result of the step: path, role (see trace.ArgumentInfo), shape, dtype, layout."""
+
+    path: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The traced step a plan runs: needed to execute it, absent from a plan just loaded from a file.
+
+    Attributes:
+        graph: with hubs, as planned.
+        args: pytree of ``jax.ShapeDtypeStruct`` per positional argument.
+        out_tree: tree structure of the results.
+        donated: positional arguments whose buffers the results take over.
+        traced: the Keras trace, or None for a plain function.
+    """
+
+    graph: Graph
+    args: tuple[Any, ...]
+    out_tree: Any
+    donated: tuple[int, ...]
+    traced: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Trail:
+    """Every intermediate on the way to a plan, for notebooks: ``jaxpr``, ``graph``, ``costs``, ``program``, ``built``,
+    ``solution``."""
+
+    jaxpr: Any
+    graph: Graph
+    costs: Any
+    program: Any
+    built: Any
+    solution: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A proved layout of every tensor of a step on a mesh.
+
+    Attributes:
+        mesh: axis names and sizes.
+        hardware: profile name.
+        mode: "train", "predict" or "function".
+        batch_size: global batch (0 for plain functions).
+        arguments, results: every argument and result with its layout, in flat order.
+        cost, collectives, memory: predictions, see :mod:`autoshard_ilp.report`.
+        status: "optimal" or "feasible"; ``lower_bound`` in seconds; ``gap`` = (total - bound) / total.
+        timings: seconds per stage.
+        placement: layouts of every operation.
+        unknown: unknown primitives with their source lines, kept whole.
+        notes: what the plan takes for granted, e.g. tied layers.
+        origin: how the command line finds the model again (spec, batch_size, sequence_length).
+    """
+
+    mesh: MeshSpec
+    hardware: str
+    mode: str
+    batch_size: int
+    objective: str
+    arguments: tuple[Leaf, ...]
+    results: tuple[Leaf, ...]
+    cost: Cost
+    collectives: tuple[PlannedCollective, ...]
+    memory: Memory
+    status: str
+    lower_bound: float
+    gap: float
+    timings: Mapping[str, float]
+    placement: Placement
+    unknown: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    executable: Step | None = field(default=None, repr=False)
+    trail: Trail | None = field(default=None, repr=False)
+
+    # -- layouts -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def specs(self) -> dict[str, Any]:
+        """``{path: PartitionSpec}`` of every variable, input and output."""
+        leaves = [*self.results, *self.arguments]
+        return {x.path: to_partition_spec(x.layout, len(x.shape), self.mesh.axis_names) for x in leaves}
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """Pytrees of ``NamedSharding``, one per positional argument of ``step``."""
+        return self._shardings(self._mesh())[0]
+
+    @property
+    def out_shardings(self) -> Any:
+        """Pytree of ``NamedSharding`` of ``step``'s result."""
+        return self._shardings(self._mesh())[1]
+
+    def _mesh(self, mesh: Any = None) -> Any:
+        if mesh is None:
+            return self.mesh.concrete()
+        from autoshard_ilp.apply import auto_mesh
+
+        sizes = tuple(dict(mesh.shape).get(n, 0) for n in self.mesh.axis_names)
+        if sizes != self.mesh.axis_sizes or len(mesh.axis_names) != len(sizes):
+            raise PlanMismatchError(
+                f"A plan runs on a mesh of the axes it was made for. Planned for: {self.mesh}. Received: "
+                f"{dict(mesh.shape)}. Plan again for this mesh."
+            )
+        return auto_mesh(mesh)
+
+    def _shardings(self, mesh: Any) -> tuple[tuple[Any, ...], Any]:
+        import jax
+        from jax.sharding import NamedSharding
+
+        step = self._step()
+
+        def named(leaf: Leaf) -> Any:
+            return NamedSharding(mesh, to_partition_spec(leaf.layout, len(leaf.shape), self.mesh.axis_names))
+
+        ins = jax.tree.unflatten(jax.tree.structure(step.args), [named(x) for x in self.arguments])
+        outs = jax.tree.unflatten(step.out_tree, [named(x) for x in self.results])
+        return ins, outs
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> Step:
+        if self.executable is None:
+            raise UnsupportedModelError(
+                "A plan loaded from a file holds layouts, not the model. Received: a call that runs the model. "
+                'Load it with autoshard.load("plan.json", model=model_or_builder), or call plan.bind(model_or_builder).'
+            )
+        return self.executable
+
+    @property
+    def step(self) -> Any:
+        """Pure function of the step's arguments, ``(state, batch) -> (state, logs)`` for Keras models, with the
+        decided layouts as interior constraints. Call it under ``jax.jit``, or use :meth:`jit`."""
+        return self._function(self._mesh())
+
+    def _function(self, mesh: Any) -> Any:
+        import jax
+
+        from autoshard_ilp.apply import planned_function
+
+        step = self._step()
+        run = planned_function(step.graph, decisions(step.graph, self.placement), mesh, self.mesh.axis_names)
+        expected = jax.tree.structure(step.args)
+
+        def planned_step(*args: Any) -> Any:
+            flat, tree = jax.tree.flatten(args)
+            if tree != expected:
+                raise PlanMismatchError(
+                    f"The planned step takes arguments of the structure it was planned for. Planned: {expected}. "
+                    f"Received: {tree}."
+                )
+            for leaf, value in zip(self.arguments, flat, strict=True):
+                if tuple(value.shape) != leaf.shape:
+                    raise PlanMismatchError(
+                        f"The planned step takes arguments of the shapes it was planned for. Received: {leaf.path!r} "
+                        f"of shape {tuple(value.shape)} instead of {leaf.shape}. Plan again for this shape."
+                    )
+            return jax.tree.unflatten(step.out_tree, run(*flat))
+
+        return planned_step
+
+    def jit(self, mesh: Any = None) -> Any:
+        """``jax.jit`` of :attr:`step` with shardings and donation.
+
+        Args:
+            mesh: a ``jax.sharding.Mesh`` of the planned axes, for example of compile-only devices; None: the mesh's
+                own devices.
+
+        Raises:
+            PlanMismatchError: the mesh has other axes, or there are too few devices.
+        """
+        import jax
+
+        on = self._mesh(mesh)
+        ins, outs = self._shardings(on)
+        return jax.jit(self._function(on), in_shardings=ins, out_shardings=outs, donate_argnums=self._step().donated)
+
+    def abstract_args(self, mesh: Any = None) -> tuple[Any, ...]:
+        """The step's arguments as ``jax.ShapeDtypeStruct`` with shardings, for ``plan.jit().lower(...)``."""
+        import jax
+
+        ins, _ = self._shardings(self._mesh(mesh))
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self._step().args, ins)
+
+    def init_state(self, seed: int | None = 0) -> Any:
+        """Creates the state already sharded: no full tensor exists on any one device.
+
+        Args:
+            seed: of the initializers; a live model's own values are laid out instead of being drawn again.
+        """
+        from autoshard_ilp import keras_integration
+
+        traced = self._step().traced
+        if traced is None:
+            raise UnsupportedModelError(
+                "init_state creates the variables of a Keras model. Received: a plan of a plain function. Lay out your "
+                "own state with jax.device_put(state, plan.in_shardings[0])."
+            )
+        return keras_integration.initial_state(traced, self.in_shardings[0], seed)
+
+    def bind(self, model: Any, **inputs: Any) -> Plan:
+        """This plan with the step of ``model`` (a Keras model or a builder), traced again.
+
+        Raises:
+            PlanMismatchError: the model's step is not the one this plan was made for.
+        """
+        from autoshard_ilp.api import trace_step
+
+        options = {"batch_size": self.batch_size, "mode": self.mode, **inputs}
+        step, _ = trace_step(model, self.mesh, **options)
+        self._check_same(step)
+        from dataclasses import replace
+
+        return replace(self, executable=step)
+
+    def _check_same(self, step: Step) -> None:
+        found = [
+            (step.graph.ops[a].path, step.graph.tensors[step.graph.ops[a].outputs[0]].shape)
+            for a in step.graph.arguments
+        ]
+        if len(found) != len(self.arguments):
+            raise PlanMismatchError(
+                f"A plan fits the model it was made for. Planned: {len(self.arguments)} variables and inputs. "
+                f"Received: a model with {len(found)}. Plan again for this model."
+            )
+        for leaf, (path, shape) in zip(self.arguments, found, strict=True):
+            if leaf.shape != shape:
+                raise PlanMismatchError(
+                    f"A plan fits the model it was made for. Planned: {leaf.path!r} of shape {leaf.shape}. Received: "
+                    f"{path!r} of shape {shape} in its place. Plan again for this model."
+                )
+        if fingerprint(step.graph) != self.placement.fingerprint:
+            raise PlanMismatchError(
+                "A plan fits the model it was made for. Received: a model with the same variables whose step computes "
+                "something else (another loss, optimizer, dtype policy, or another version of Keras or JAX). "
+                "Plan again for this model."
+            )
+
+    # -- checking and keeping ----------------------------------------------------------------------------------------
+
+    def verify(self, target: str | None = None, **options: Any) -> Any:
+        """Compiles the plan and compares what XLA made of it; see :func:`autoshard_ilp.verify.verify`."""
+        from autoshard_ilp.verify import verify
+
+        return verify(self, target, **options)
+
+    def save(self, path: Any) -> None:
+        """Writes the plan as versioned JSON; an existing file is replaced whole or not at all."""
+        from autoshard_ilp.planfile import save
+
+        save(self, path)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def summary(self, width: int | None = None) -> str:
+        """The plan as text: layouts by repeated layer, cost, memory, proof, timings."""
+        from autoshard_ilp.summary import text
+
+        return text(self, width)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record per variable, input and output."""
+        from autoshard_ilp.summary import rows
+
+        return rows(self)
+
+    def to_dataframe(self) -> Any:
+        """:meth:`rows` as a ``pandas.DataFrame``."""
+        from autoshard_ilp.summary import dataframe
+
+        return dataframe(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.status}, {self.mode} step on {self.mesh} of {self.hardware}: "
+            f"{self.cost.total_s * 1e3:.3f} ms, gap {self.gap:.2%}, peak {self.memory.peak_bytes / 1e9:.2f} GB)"
+        )
+
+    def _repr_html_(self) -> str:
+        from autoshard_ilp.summary import html
+
+        return html(self)
+
+
+def leaves(infos: Sequence[Any], layouts: Sequence[Layout]) -> tuple[Leaf, ...]:
+    """Arguments or results with their layouts."""
+    return tuple(Leaf(i.path, i.role, tuple(i.shape), i.dtype, lay) for i, lay in zip(infos, layouts, strict=True))

@@ -1,0 +1,122 @@
+"""Plan files: versioned JSON, no pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autoshard_ilp.errors import PlanFileError
+from autoshard_ilp.mesh import MeshSpec
+from autoshard_ilp.placement import Placement
+from autoshard_ilp.plan import Leaf, Plan
+from autoshard_ilp.report import Cost, Memory, PlannedCollective
+
+FORMAT = "autoshard-ilp plan"
+VERSION = 1
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes a plan; the file appears whole or not at all."""
+    target = Path(path)
+    text = json.dumps(to_dict(plan), separators=(",", ":"))
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        os.replace(file.name, target)
+    except OSError as error:
+        raise PlanFileError(f"A plan is saved to a file that can be written. Received: {target} ({error}).") from error
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Reads a plan.
+
+    Raises:
+        PlanFileError: the file is missing, truncated, not JSON, not a plan, damaged, or of a newer version.
+    """
+    source = Path(path)
+    try:
+        data = json.loads(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanFileError(f"A plan file must exist and be readable. Received: {source} ({error}).") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PlanFileError(
+            f"A plan file is JSON. Received: {source}, which is damaged or cut off ({error}). Save the plan again."
+        ) from error
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        raise PlanFileError(f'A plan file says "format": "{FORMAT}". Received: {source}, which is something else.')
+    version = data.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise PlanFileError(
+            f"This release reads plan files up to version {VERSION}. Received: {source} of version {version!r}. "
+            "Upgrade autoshard-ilp, or plan again."
+        )
+    try:
+        return from_dict(data)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise PlanFileError(
+            f"A plan file of version {version} has all its fields. Received: {source} with a missing or wrong field "
+            f"({type(error).__name__}: {error}). Save the plan again."
+        ) from error
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data."""
+    simple = ("hardware", "mode", "batch_size", "objective", "status", "lower_bound", "gap", "unknown", "notes")
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "mesh": {"axis_names": plan.mesh.axis_names, "axis_sizes": plan.mesh.axis_sizes},
+        **{name: getattr(plan, name) for name in simple},
+        "timings": dict(plan.timings),
+        "origin": dict(plan.origin),
+        "specs": {path: [list(e) if isinstance(e, tuple) else e for e in spec] for path, spec in plan.specs.items()},
+        "arguments": [dataclasses.asdict(x) for x in plan.arguments],
+        "results": [dataclasses.asdict(x) for x in plan.results],
+        "cost": dataclasses.asdict(plan.cost),
+        "collectives": [dataclasses.asdict(x) for x in plan.collectives],
+        "memory": dataclasses.asdict(plan.memory),
+        "placement": dataclasses.asdict(plan.placement),
+    }
+
+
+def from_dict(data: Mapping[str, Any]) -> Plan:
+    """A plan from plain data; raises KeyError, TypeError or ValueError on wrong fields."""
+    n_axes = len(data["mesh"]["axis_names"])
+
+    def layout(value: Any) -> tuple[int, ...]:
+        if len(value) != n_axes or not all(isinstance(x, int) for x in value):
+            raise ValueError(f"layout {value!r}")
+        return tuple(value)
+
+    def leaf(value: Mapping[str, Any]) -> Leaf:
+        shape = tuple(int(n) for n in value["shape"])
+        return Leaf(value["path"], value["role"], shape, value["dtype"], layout(value["layout"]))
+
+    memory = {**data["memory"], "contributors": tuple((str(n), int(b)) for n, b in data["memory"]["contributors"])}
+    stored = data["placement"]
+    choices = tuple(
+        (tuple(None if lay is None else layout(lay) for lay in operands), tuple(layout(lay) for lay in results))
+        for operands, results in stored["choices"]
+    )
+    if any(not 0 <= i < len(choices) for i in stored["of_op"]):
+        raise ValueError("placement refers to a choice that does not exist")
+    names = ("hardware", "mode", "batch_size", "objective", "status", "lower_bound", "gap")
+    return Plan(
+        mesh=MeshSpec(tuple(data["mesh"]["axis_names"]), tuple(int(s) for s in data["mesh"]["axis_sizes"])),
+        **{name: data[name] for name in names},
+        unknown=tuple(data["unknown"]),
+        notes=tuple(data["notes"]),
+        timings=dict(data["timings"]),
+        origin=dict(data["origin"]),
+        arguments=tuple(leaf(x) for x in data["arguments"]),
+        results=tuple(leaf(x) for x in data["results"]),
+        cost=Cost(**data["cost"]),
+        collectives=tuple(PlannedCollective(**{**x, "mesh_axes": tuple(x["mesh_axes"])}) for x in data["collectives"]),
+        memory=Memory(**memory),
+        placement=Placement(choices, tuple(stored["of_op"]), stored["fingerprint"]),
+    )

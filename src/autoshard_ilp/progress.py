@@ -1,0 +1,60 @@
+"""Progress of long stages: a spinner with the stage's name and figures on a terminal or in a notebook."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Progress:
+    """Times the stages of one run and shows them where somebody watches.
+
+    Args:
+        show: True or False; None: only on a terminal or in a notebook; a callable receives
+            ``{"stage": ..., "seconds": ..., ...}`` instead.
+    """
+
+    def __init__(self, show: bool | Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._call = show if callable(show) else None
+        watched = sys.stderr.isatty() or "ipykernel" in sys.modules
+        self._draw = self._call is None and (watched if show is None else bool(show))
+        self._status: Any = None
+        self._stage = ""
+
+    @contextmanager
+    def running(self) -> Iterator[Progress]:
+        """Shows the spinner while the block runs."""
+        if not self._draw:
+            yield self
+            return
+        from rich.console import Console
+
+        with Console(stderr=True).status("planning") as status:
+            self._status = status
+            try:
+                yield self
+            finally:
+                self._status = None
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times a stage under ``name``; repeated stages add up."""
+        self._stage = name
+        self.tell({"stage": name})
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def tell(self, news: dict[str, Any]) -> None:
+        """Passes on what a stage reports about itself."""
+        if self._call is not None:
+            self._call(dict(news))
+        if self._status is not None:
+            figures = [f"{k} {v:.4g}" for k, v in news.items() if isinstance(v, float) and abs(v) < 1e300]
+            self._status.update(" ".join([str(news.get("stage", self._stage)), *figures]))
