@@ -228,7 +228,7 @@ def test_profiles_are_found_in_a_wheel_too(tmp_path: Path) -> None:
     (package / "cost_models" / "only-here.toml").write_text(
         (FOLDER / "h100.toml").read_text().replace('name = "h100"', 'name = "only-here"')
     )
-    code = "from autoshard_ilp.costs.profile import profiles, load_profile; print(profiles(), load_profile('only-here').name)"
+    code = "from autoshard_ilp.costs.profile import *; print(profiles(), load_profile('only-here').name)"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )
