@@ -329,16 +329,28 @@ class _Run:
         with compat.under_name_stack(region.name_stack):
             self.finals(region, outer, jax.lax.while_loop(condition, body, self.carries(region, outer)))
 
+    def merged_layout(self, merge: Op) -> Layout | None:
+        """The layout in which every branch returns its value: XLA refuses branches that differ."""
+        decided = self.plan.decisions
+        wanted = [decided.results.get((merge.id, 0))]
+        wanted += [decided.operands.get((merge.id, i)) for i in range(len(merge.inputs))]
+        wanted += [self.plan.layout(t) for t in merge.inputs]
+        return next((layout for layout in wanted if layout is not None), None)
+
     def cond(self, region: Region, outer: _Frame) -> None:
         ops = self.graph.ops
         assert region.index is not None
         merges = [ops[m] for m in region.merges]
+        layouts = [self.merged_layout(op) for op in merges]
 
         def branch(position: int) -> Callable[[], list[Any]]:
             def run_branch() -> list[Any]:
                 frame = _Frame(outer)
                 self.run(region.branches[position], frame)
-                return [self.array(frame, op, position) for op in merges]
+                ends = [self.array(frame, op, position) for op in merges]
+                return [
+                    self.plan.constrain(v, op.outputs[0], at) for v, op, at in zip(ends, merges, layouts, strict=True)
+                ]
 
             return run_branch
 
