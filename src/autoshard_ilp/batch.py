@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard_ilp.errors import InputShapeError
+from autoshard_ilp.keras_integration import symbolic_inputs
 
 DEFAULT_BATCH_SIZE = 32  # the default of keras.Model.fit
 
@@ -51,8 +52,7 @@ def input_specs(
         raise InputShapeError(f"batch_size must be a positive integer. Received: {batch_size!r}.")
     if sequence_length is not None and sequence_length < 1:
         raise InputShapeError(f"sequence_length must be a positive integer. Received: {sequence_length!r}.")
-    given = inputs is not None
-    structure = inputs if given else symbolic_inputs(model)
+    structure = symbolic_inputs(model) if inputs is None else inputs
     if structure is None:
         raise InputShapeError(
             f"The input shapes of model {model.name!r} ({type(model).__name__}) are not known: it is not a functional "
@@ -61,16 +61,6 @@ def input_specs(
     return complete_specs(
         structure, kind="inputs", batch_size=batch_size, sequence_length=sequence_length, device_count=device_count
     )
-
-
-def symbolic_inputs(model: Any) -> Any:
-    """The structure of KerasTensors of a functional (or built Sequential) model, ``None`` for any other."""
-    try:
-        structure = model.input
-    except (AttributeError, ValueError):
-        return None
-    leaves = _leaves(structure)
-    return structure if leaves and all(hasattr(t, "shape") and hasattr(t, "dtype") for t in leaves) else None
 
 
 def complete_specs(
@@ -143,12 +133,6 @@ def _shape_and_dtype(leaf: Any, name: str) -> tuple[tuple[int | None, ...], Any]
 
 def _is_spec(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _leaves(structure: Any) -> list[Any]:
-    import jax
-
-    return jax.tree.leaves(structure, is_leaf=_is_spec)
 
 
 def leaf_name(path: Sequence[Any]) -> str:

@@ -163,14 +163,40 @@ def symbolic_outputs(model: Any, inputs: Any) -> Any:
     return backend.compute_output_spec(model, keras.tree.map_structure(symbolic, inputs), training=False)
 
 
-def input_names(model: Any) -> list[str]:
-    """Names of the input layers of a functional model in flat order; empty for any other model."""
+def symbolic_inputs(model: Any) -> Any:
+    """The structure of KerasTensors that a model takes; ``None`` where the model does not know it.
+
+    Functional models know it, Sequential ones when they start with ``keras.Input`` or were called, subclassed ones
+    only after a symbolic call on a single tensor.
+    """
     import keras
+    from keras.src.models.functional import Functional
 
     try:
-        return [tensor._keras_history.operation.name for tensor in keras.tree.flatten(model.input)]
+        structure = model.inputs if isinstance(model, keras.Sequential) else model.input
     except (AttributeError, ValueError):
-        return []
+        return None
+    if isinstance(model, keras.Sequential) and isinstance(structure, list) and len(structure) == 1:
+        return structure[0]
+    known = isinstance(model, (keras.Sequential, Functional)) or isinstance(structure, keras.KerasTensor)
+    return structure if known and keras.tree.flatten(structure) else None
+
+
+def input_names(model: Any) -> list[str]:
+    """Names of the input layers of a functional or Sequential model in flat order; empty for any other model."""
+    import keras
+
+    flat = keras.tree.flatten(symbolic_inputs(model))
+    return [tensor._keras_history.operation.name for tensor in flat if isinstance(tensor, keras.KerasTensor)]
+
+
+def output_names(model: Any) -> list[str]:
+    """Names of the outputs of a functional or Sequential model in flat order; empty for any other model."""
+    import keras
+
+    if isinstance(model, keras.Sequential):
+        return [model.layers[-1].name] if model.layers else []
+    return [str(name) for name in getattr(model, "output_names", None) or []]
 
 
 def is_fully_built(model: Any) -> bool:

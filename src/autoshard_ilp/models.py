@@ -148,7 +148,7 @@ def _application(name: str, source: str) -> Preset:
     return Preset("application", name, "", {}, source)
 
 
-_GEMMA3_1B = {
+_GEMMA3_1B: Mapping[str, Any] = {
     "vocabulary_size": 262144,
     "image_size": None,
     "num_layers": 26,
@@ -162,7 +162,7 @@ _GEMMA3_1B = {
     "use_sliding_window_attention": True,
     "sliding_window_size": 512,
 }
-_QWEN3_30B = {
+_QWEN3_30B: Mapping[str, Any] = {
     "vocabulary_size": 151936,
     "num_layers": 48,
     "num_query_heads": 32,

@@ -354,7 +354,7 @@ def _functional_names(model: Any, role: str) -> list[str]:
     if role == "input":
         return ki.input_names(model)
     if role in ("target", "output"):
-        return [str(name) for name in getattr(model, "output_names", None) or []]
+        return ki.output_names(model)
     return []
 
 
