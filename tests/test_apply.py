@@ -278,7 +278,7 @@ def compiled_fsdp(regather: bool, layers: int = 4, width: int = 256) -> Any:
     fn = planned_function(graph, Decisions(results=results, regather=frozenset(again)), mesh, ("fsdp",))
     sharded, whole = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())
     jitted = jax.jit(fn, in_shardings=(*[sharded] * layers, whole), out_shardings=sharded)
-    # The CPU compiler drops barriers before it schedules; this scheduler then looks at memory, as those of TPU and GPU do.
+    # XLA:CPU drops barriers before it schedules; this scheduler looks at memory then, as those of TPU and GPU do.
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     return jitted.lower(*jax.tree.leaves(args)).compile(compiler_options=options)
 
@@ -319,5 +319,5 @@ def test_errors() -> None:
         planned_function(graph, Decisions(), make_mesh(), ("data", "expert"))
     with pytest.raises(InputShapeError, match="Received: str"):
         planned_function(graph, Decisions(), "mesh", AXES)  # type: ignore[arg-type]
-    with pytest.raises(PlanMismatchError, match="takes 1 flat arguments. Received: 2"):
+    with pytest.raises(PlanMismatchError, match=r"takes 1 flat arguments\. Received: 2"):
         planned_function(graph, Decisions(), make_mesh(), AXES)(1.0, 2.0)

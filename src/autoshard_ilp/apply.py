@@ -314,14 +314,14 @@ class _Run:
         assert region.condition is not None
         test = ops[region.condition]
 
-        def condition(carried: list[Any]) -> Any:
+        def condition(carried: Sequence[Any]) -> Any:
             frame = self.enter(region, outer, carried)
             operands: list[Any] = [None] * test.params["n_operands"]
             for i, position in enumerate(test.params["used"]):
                 operands[position] = self.read(frame, test, i)
             return compat.run_jaxpr(test.params["jaxpr"], operands)[0]
 
-        def body(carried: list[Any]) -> list[Any]:
+        def body(carried: Sequence[Any]) -> list[Any]:
             frame = self.enter(region, outer, carried)
             self.run(region.id, frame)
             return self.leave(region, frame)
