@@ -14,7 +14,7 @@ import numpy as np
 from autoshard_ilp.program.net import Factor, Net, Record, joint_labels
 
 CHUNK_CELLS = 2_000_000  # memory of one vectorised piece of an elimination
-DOMINANCE_CELLS = 30_000_000  # skip comparisons that cost more than this
+DOMINANCE_CELLS = 300_000  # skip comparisons that cost more than this; bounds do the work there
 ROUNDING = 1e-14  # relative; differences below are float noise of sums
 
 

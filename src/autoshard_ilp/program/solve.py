@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.errors import InputShapeError
+from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_net
 from autoshard_ilp.program.memory import Owners, Row, counted, violated_times
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, build_net
+from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.presolve import Presolve
 
 PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below this
@@ -162,11 +163,84 @@ def solve(
     return search.finish(infeasible)
 
 
+def _descend(search: Search) -> tuple[np.ndarray | None, float]:
+    """Optimum without memory: choices (or the best found) and a lower bound. EmptyNodeError: no finite assignment."""
+    since = time.monotonic()
+    program = search.program
+    state: dict[str, Any] = {"best": None, "upper": math.inf, "lower": -math.inf}
+
+    def offer(choices: np.ndarray) -> float:
+        cost = program.cost(choices)
+        if cost < state["upper"]:
+            state["best"], state["upper"] = choices, cost
+        search.offer(choices)
+        search.tell("descent")
+        return float(state["upper"])
+
+    def prove(bound: float) -> None:
+        state["lower"] = max(state["lower"], bound)
+        search.prove(bound)
+
+    def done() -> bool:
+        gap = max(search.options.relative_gap, PROOF) * abs(state["upper"])
+        return bool(state["upper"] - state["lower"] <= gap)
+
+    if search.best is not None:
+        offer(search.best)
+    descent = Descent(offer, prove, done, search.deadline)
+    search.report["descent"] = descent.log
+    try:
+        net = descent.run(build_net(program), state["upper"])
+        if net.live and not done() and time.monotonic() < search.deadline:
+            search.add_seconds("descent", since)
+            since = time.monotonic()
+            _finish_with_cpsat(search, net, offer, prove, state["upper"], state["best"])
+            search.add_seconds("cp-sat", since)
+            since = time.monotonic()
+    except EmptyNodeError:
+        if state["best"] is None:
+            raise
+        prove(state["upper"])
+    search.add_seconds("descent", since)
+    return state["best"], state["lower"]
+
+
+def _finish_with_cpsat(
+    search: Search,
+    net: Net,
+    offer: Callable[[np.ndarray], float],
+    prove: Callable[[float], None],
+    upper: float,
+    hint: np.ndarray | None,
+) -> None:
+    """Close what the descent left open."""
+    gap = search.options.relative_gap * abs(upper) if math.isfinite(upper) else 0.0
+    options = CpOptions(search.deadline, search.options.seed, search.options.workers, gap)
+    result = solve_net(net, search.program, (), None, options, upper=upper, hint=hint, on_progress=search.on_progress)
+    search.report["rounding_error_seconds"] = max(search.rounding, result.rounding_error_seconds)
+    search.report["cp-sat"] = {"variables": result.variables, "constraints": result.constraints}
+    if result.choices is not None:
+        upper = offer(net.complete(result.choices))
+    prove(min(result.bound, upper))
+
+
 def _solve_with_rows(search: Search) -> bool:
-    """Solve, adding memory rows until the plan fits at all times. True when proved infeasible."""
-    program, owners = search.program, Owners(search.program)
-    rows: list[Row] = []
+    """Solve without memory, then with the rows that the plan violates until it fits. True when proved infeasible."""
+    program = search.program
+    choices, bound = _descend(search)
+    search.prove(bound)
+    if choices is None:
+        return False
+    search.offer(choices)
+    if program.capacity is None or search.done() or time.monotonic() > search.deadline:
+        return False
+    owners, rows = Owners(program), []
     while True:
+        fresh = violated_times(program, choices, program.capacity, {r.time for r in rows})
+        if not fresh:
+            return False
+        rows += [owners.row(t) for t in fresh]
+        search.report["rows"] = len(rows)
         choices, bound, infeasible = _solve_rows(search, rows)
         if infeasible:
             return search.best is None
@@ -175,13 +249,8 @@ def _solve_with_rows(search: Search) -> bool:
             return False
         search.offer(choices)
         search.tell("rows")
-        if program.capacity is None or search.done() or time.monotonic() > search.deadline:
+        if search.done() or time.monotonic() > search.deadline:
             return False
-        fresh = violated_times(program, choices, program.capacity, {r.time for r in rows})
-        if not fresh:
-            return False
-        rows += [owners.row(t) for t in fresh]
-        search.report["rows"] = len(rows)
 
 
 def _solve_rows(search: Search, rows: list[Row]) -> tuple[np.ndarray | None, float, bool]:
