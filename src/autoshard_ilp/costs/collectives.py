@@ -7,7 +7,7 @@ with bytes as ``payload_bytes`` of one device: the gathered result (all-gather),
 of n devices, one-way link bandwidth W, m members per domain, r of them carrying the traffic of a group over k domains:
 
     ring or line     all-gather, reduce-scatter  (n-1)/n * V / (c W),  c = 2 around a ring, 1 on an open line
-    torus            the widths c of all axes in use add up; the hops add up
+    torus            the widths c of all axes in use add up, but no axis of size s is faster than (s-1)/n * V / (c W)
     torus            all-to-all  max over axes  S * size / (4 c W):  the cut through the middle of that axis
     switch           (m-1)/m * V / W, W the egress of one device; all-reduce also inside the switch
     between domains  (1 - r/n) * V / (r W_network);  all-to-all (1 - r/n) * S / W_network
@@ -209,10 +209,19 @@ def _torus_beta(kind: str, group: Group, links: MeshLinks) -> float:
         efficiency = profile.all_to_all_efficiency
         link = link if efficiency is None else profile.link_bytes_per_s * efficiency
         return max(on_chip, *(group.chip_cores * _cut(segment) / link for segment in group.segments))
-    width = 2.0 if group.closed_ring else sum(segment.width for segment in group.segments)
-    chips = math.prod(segment.size for segment in group.segments)
-    gather = (chips - 1) / chips / (link * width * group.cores / group.chip_cores)
+    gather = _gather_links(group) / (link * group.cores / group.chip_cores)
     return _passes(kind) * max(gather, on_chip)
+
+
+def _gather_links(group: Group) -> float:
+    """Link-times per byte of a gathered result: what a corner receives over all its links, or, where widths differ,
+    what the end of one axis (every member with that coordinate, sharing what it receives) gets over that axis alone.
+    """
+    chips = math.prod(segment.size for segment in group.segments)
+    if group.closed_ring:
+        return (chips - 1) / chips / 2.0
+    corner = (chips - 1) / chips / sum(segment.width for segment in group.segments)
+    return max(corner, *((segment.size - 1) / chips / segment.width for segment in group.segments))
 
 
 def _cut(segment: Segment) -> float:

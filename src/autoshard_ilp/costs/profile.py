@@ -65,6 +65,7 @@ class HardwareProfile:
         hop_seconds: per step between neighbours inside a domain.
         call_seconds_by_kind: fixed time per collective.
         domain_devices: devices joined by the fast links: a pod, a node, an NVLink domain.
+        host_devices: devices that are rented together; None: a whole domain.
         shared_bus_bytes_per_s: what all devices of a domain share (pcie and host only).
         in_switch_bytes_per_s: all-reduce *bus bandwidth* with reduction in the switch, for groups of at least
             ``in_switch_min_group``; None: the switch only forwards.
@@ -93,6 +94,7 @@ class HardwareProfile:
     domain_devices: int
     call_seconds_by_kind: Mapping[str, float] = field(hash=False)
     all_to_all_efficiency: float | None = None
+    host_devices: int | None = None
     shared_bus_bytes_per_s: float | None = None
     in_switch_bytes_per_s: float | None = None
     in_switch_min_group: int = 2
@@ -186,6 +188,7 @@ _SCHEMA: dict[str, dict[str, _Figure]] = {
         "all_to_all_efficiency": _share("all_to_all_efficiency", required=False),
         "hop_seconds": _Figure("hop_seconds", float),
         "domain_devices": _Figure("domain_devices", int, 1),
+        "host_devices": _Figure("host_devices", int, 1, required=False),
         "shared_bus_bytes_per_s": _Figure("shared_bus_bytes_per_s", float, 1.0, required=False),
         "in_switch_bytes_per_s": _Figure("in_switch_bytes_per_s", float, 1.0, required=False),
         "in_switch_min_group": _Figure("in_switch_min_group", int, 2, required=False),

@@ -137,12 +137,18 @@ class MeshLinks:
 
     @property
     def devices_per_domain(self) -> int:
-        """Devices of this mesh that share one node or slice."""
-        return self.n_devices // self.slices if self.profile.torus else min(self.n_devices, self._domain)
+        """Devices of this mesh in one slice, node or NVLink domain (the last one may hold fewer).
 
-    @property
-    def _domain(self) -> int:
-        return self.n_devices if self.profile.network_bytes_per_s is None else self.profile.domain_devices
+        Whole hosts are rented, and of a domain with several hosts the same number in every domain: 128 GPUs in
+        domains of 72 with hosts of 4 are 64 + 64, but 12 GPUs in nodes of 8 are 8 + 4.
+        """
+        if self.profile.torus is not None:
+            return self.n_devices // self.slices
+        domain, host = self.profile.domain_devices, self.profile.host_devices or self.profile.domain_devices
+        if self.profile.network_bytes_per_s is None or self.n_devices <= domain:
+            return self.n_devices
+        even = (n for n in range(domain - domain % host, 0, -host) if self.n_devices % n == 0)
+        return next(even, domain)
 
     def group(self, axes: Sequence[int]) -> Group:
         """Links of the groups that vary over the mesh axes with these indices.
@@ -160,12 +166,13 @@ class MeshLinks:
     def _switched_group(self, axes: tuple[int, ...]) -> Group:
         """Count members per node in every group, row-major numbering; the worst group decides."""
         size = math.prod(self.axis_sizes[axis] for axis in axes)
-        nodes = -(-self.n_devices // self._domain)
+        domain = self.devices_per_domain
+        nodes = -(-self.n_devices // domain)
         if nodes == 1 or size == 1:
             return Group(size, 1, size, size)
         ids = np.arange(self.n_devices).reshape(self.axis_sizes)
         groups = np.moveaxis(ids, axes, range(-len(axes), 0)).reshape(-1, size)
-        keys = groups // self._domain + nodes * np.arange(len(groups))[:, None]
+        keys = groups // domain + nodes * np.arange(len(groups))[:, None]
         present, members = np.unique(keys, return_counts=True)
         spans = np.bincount(present // nodes)[present // nodes]
         domains = int(spans.max())
@@ -305,4 +312,4 @@ def _segment(factors: Sequence[int], axes: Sequence[int], length: int, wraps: bo
     used = [axis for axis in axes if factors[axis] > 1]
     # Distance between members: everything that lies inside the outermost chosen part but outside the group.
     span = math.prod(factors[used[0] :])
-    return Segment(size, wraps and span == length and size > 2, span / size)
+    return Segment(size, wraps and span == length, span / size)
