@@ -13,13 +13,15 @@ import math
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from autoshard_ilp.verify.hlo_text import Computation, Instruction, Module, array_shapes
 from autoshard_ilp.verify.trip_count import Frame, called, trip_count
 
 _DOT_OPCODES = ("dot", "convolution")
 _CALLS = ("fusion", "call", "async-start", "custom-call", "fusion-start", "call-start")
 _GEMM = re.compile(r'custom_call_target="__cublas\$[^"]*(?:gemm|matmul)[^"]*"')
-_LIBRARY_CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv[^"]*"')
+_LIBRARY_CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(Forward|BackwardInput|BackwardFilter|)[^"]*"')
 _DIMENSION_NUMBERS = re.compile(r'"dot_dimension_numbers":(\{[^}]*\})')
 
 
@@ -101,7 +103,14 @@ def _flops(computation: Computation, instruction: Instruction) -> int:
     if not arrays or len(operands) < 2:
         return 0
     result = arrays[0][1]
-    if instruction.opcode == "convolution" or _LIBRARY_CONVOLUTION.search(instruction.text):
+    library = _LIBRARY_CONVOLUTION.search(instruction.text)
+    if instruction.opcode == "convolution" or library:
+        # A library's backward calls keep the forward convolution's labels and window.
+        kind = library[1].lower() if library else ""
+        if kind == "backwardinput":
+            return _convolution_flops(instruction, result, operands[1], operands[0])
+        if kind == "backwardfilter":
+            return _convolution_flops(instruction, operands[0], result, operands[1])
         return _convolution_flops(instruction, operands[0], operands[1], result)
     contracting = instruction.attribute("lhs_contracting_dims")
     if contracting is not None:
@@ -118,8 +127,7 @@ def _convolution_flops(
 ) -> int:
     """Operations of a convolution, from its ``dim_labels`` (``b01f_01io->b01f``) and ``window``."""
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels") or "")
-    if labels is None or "backward" in instruction.text.partition("custom_call_target=")[2][:60].lower():
-        # A library's backward convolution keeps the forward's labels: which operand is which no longer follows.
+    if labels is None:
         return 0
     lhs, rhs, out = labels[1], labels[2], labels[3]
     window = instruction.attribute("window") or ""
@@ -151,10 +159,10 @@ def _hits(size_in: int, size_out: int, taps: int, stride: int, pad: int, dilate_
         if taps <= size_out:  # sum over taps of the outputs that reach the input
             return sum(max(0, min(size_out - 1, last + pad - t) - max(0, pad - t) + 1) for t in range(taps))
         return sum(max(0, min(taps - 1, last + pad - o) - max(0, pad - o) + 1) for o in range(size_out))
+    # XLA:TPU writes a batch dimension as a dilated spatial one; the arithmetic below is then long, hence numpy.
+    outputs = np.arange(size_out) * stride - pad
     count = 0
     for tap in range(taps):
-        shift = tap * dilate_taps - pad
-        for position in range(size_out):
-            where = position * stride + shift
-            count += 0 <= where <= last and where % dilate_in == 0
+        where = outputs + tap * dilate_taps
+        count += int(((where >= 0) & (where <= last) & (where % dilate_in == 0)).sum())
     return count

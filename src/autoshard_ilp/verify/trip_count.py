@@ -185,6 +185,8 @@ def _runs(first: int, step: int, limit: int, direction: str) -> int | None:
     """Number of k = 0, 1, ... in a row for which ``first + k*step  direction  limit`` holds; None when unbounded."""
     if direction == "NE":
         gap = limit - first
+        if gap == 0:
+            return 0
         return gap // step if step != 0 and gap % step == 0 and gap // step >= 0 else None
     if direction in ("GT", "GE"):
         first, step, limit, direction = -first, -step, -limit, _MIRROR[direction]
