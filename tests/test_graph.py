@@ -131,6 +131,7 @@ def test_remat_keeps_a_barrier_over_what_it_reads() -> None:
         ("jit(step)/jvp(net)/jit(relu)/max", "net/max"),
         ("transpose(jvp(conv2d_transpose))/conv", "conv2d_transpose/conv"),
         ("adam/update", "adam/update"),
+        ("jvp(net)/query/btd,dnh->btnh", "net/query"),
     ],
 )
 def test_layer_path(name_stack: str, path: str) -> None:

@@ -17,7 +17,7 @@ from autoshard_ilp.graph import Graph, Op, Region, Tensor, assemble
 _TRANSPOSED = re.compile(r"(?:^|[/(])transpose\(")
 _DIFFERENTIATED = re.compile(r"(?:^|[/(])jvp\(")
 _TRANSFORM = re.compile(r"^(\w+)\((.*)\)$")
-#: Names that JAX itself adds to a name stack, not a layer.
+#: Names that JAX itself adds to a name stack, not a layer; so are the equations of einsum ("ij,jk->ik").
 _NOT_A_LAYER = frozenset({"rematted_computation", "checkpoint", ""})
 
 
@@ -317,7 +317,7 @@ def layer_path(name_stack: str) -> str:
             name = "" if match.group(1) in ("jit", "pjit") else match.group(2)
         if transformed:
             path, group = _join(path, group), []
-        group.extend(part for part in name.split("/") if part not in _NOT_A_LAYER)
+        group.extend(part for part in name.split("/") if part not in _NOT_A_LAYER and "->" not in part)
     return "/".join(_join(path, group))
 
 
