@@ -37,15 +37,12 @@ class Port:
 class Messages:
     """Reparametrised costs of a net. ``bound`` (seconds) grows with :meth:`sweep` and is valid at every moment."""
 
-    def __init__(self, net: Net, extra: dict[int, np.ndarray] | None = None, offset: float = 0.0) -> None:
-        """Start from the net's costs plus ``extra`` per node (all strategies); ``offset`` adds to the bound."""
+    def __init__(self, net: Net) -> None:
         self.net = net
         self.nodes = net.live
-        self.bound = net.constant + offset
+        self.bound = net.constant
         self.alive = {v: net.alive[v] for v in self.nodes}
         self.theta = {v: net.cost[v][self.alive[v]].copy() for v in self.nodes}
-        for v, vector in (extra or {}).items():
-            self.theta[v] += vector[self.alive[v]]
         self.tables = {n: f.table.copy() for n, f in net.factors.items()}
         self.ports = {v: [self._port(v, n) for n in net.incident[v]] for v in self.nodes}
         rank = {v: i for i, v in enumerate(self.nodes)}
@@ -67,6 +64,64 @@ class Messages:
         if len(present) != f.table.shape[k]:
             raise AssertionError("factors must be compressed before message passing")
         return Port(number, k, others, shape, lab, order, starts)
+
+    def reprice(self, nodes: dict[int, np.ndarray], factors: dict[int, np.ndarray], offset: float) -> None:
+        """Add to the costs of nodes (all strategies) and factors, and ``offset`` to the bound; keeps all minima at 0.
+
+        Removing below an upper bound needs every table and node at or above 0, so minima move to the bound at once.
+        """
+        self.bound += offset
+        for v, vector in nodes.items():
+            self.theta[v] += vector[self.alive[v]]
+        for n, table in factors.items():
+            self.tables[n] += table
+        for costs in (self.theta, self.tables):
+            for key, values in costs.items():
+                low = float(values.min())
+                if low == math.inf:
+                    raise EmptyNodeError(key)
+                if low:
+                    values -= low
+                    self.bound += low
+
+    def remove_cells(self, upper: float) -> int:
+        """Entries of pairwise tables that cannot be in a plan cheaper than ``upper`` become ``inf``; their number."""
+        limit = upper - self.bound + SAFETY * abs(upper)
+        removed = 0
+        for n, table in self.tables.items():
+            f = self.net.factors[n]
+            total = table
+            for v in f.scope:
+                p = next(p for p in self.ports[v] if p.factor == n)
+                theta = self.theta[v]
+                least = theta if p.order is None else np.minimum.reduceat(theta[p.order], p.starts)
+                total = total + least.reshape(p.shape)
+            over = (total > limit) & np.isfinite(table)
+            removed += int(over.sum())
+            table[over] = np.inf
+        return removed
+
+    def improve(self, choices: np.ndarray, rounds: int = 20) -> np.ndarray:
+        """Coordinate descent on the present costs: each node its best strategy while the others stay."""
+        choices = choices.copy()
+        for _ in range(rounds):
+            changed = False
+            for v in self.nodes:
+                total = self.theta[v].copy()
+                for p in self.ports[v]:
+                    f = self.net.factors[p.factor]
+                    index = tuple(
+                        slice(None) if w == v else int(lab[choices[w]])
+                        for w, lab in zip(f.scope, f.labels, strict=True)
+                    )
+                    total += self.tables[p.factor][index][p.lab]
+                best = int(np.argmin(total))
+                if total[best] < total[np.searchsorted(self.alive[v], choices[v])]:
+                    choices[v] = self.alive[v][best]
+                    changed = True
+            if not changed:
+                break
+        return choices
 
     def sweep(self, upper: float = math.inf) -> int:
         """One pass forward and one back; strategies that cannot be in a plan cheaper than ``upper`` become ``inf``.
@@ -137,6 +192,10 @@ class Messages:
             choices[v] = self.alive[v][int(np.argmin(total))]
         return np.where(choices < 0, 0, choices)
 
+    def ruled_out(self) -> dict[int, np.ndarray]:
+        """Strategies removed since the start, per node."""
+        return {v: self.alive[v][np.isinf(self.theta[v])] for v in self.nodes}
+
     def apply(self) -> Net:
         """The net with its costs replaced by the reparametrised ones (same assignments below the upper bound)."""
         net = self.net.copy()
@@ -149,26 +208,3 @@ class Messages:
             cost[self.alive[v]] = self.theta[v]
             net.set_cost(v, cost)
         return net
-
-
-def improve(net: Net, choices: np.ndarray, rounds: int = 20) -> np.ndarray:
-    """Coordinate descent: give each node its best strategy while the others stay, until nothing changes."""
-    choices = choices.copy()
-    for _ in range(rounds):
-        changed = False
-        for v in net.live:
-            total = net.cost[v][net.alive[v]].copy()
-            for n in net.incident[v]:
-                f = net.factors[n]
-                index = tuple(
-                    slice(None) if w == v else int(lab[choices[w]]) for w, lab in zip(f.scope, f.labels, strict=True)
-                )
-                total += f.table[index][f.labels[f.axis(v)][net.alive[v]]]
-            best = int(np.argmin(total))
-            here = int(np.searchsorted(net.alive[v], choices[v]))
-            if total[best] < total[here]:
-                choices[v] = net.alive[v][best]
-                changed = True
-        if not changed:
-            break
-    return choices

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.program import reduce
-from autoshard_ilp.program.bounds import Messages, improve
+from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.net import Net
 from autoshard_ilp.program.presolve import Presolve
 
@@ -87,7 +87,7 @@ class Descent:
             messages.sweep(upper)
             if sweeps % CHECK and time.monotonic() < self.deadline:
                 continue
-            upper = self.offer(net.complete(improve(net, messages.decode())))
+            upper = self.offer(net.complete(messages.improve(messages.decode())))
             self.prove(messages.bound)
             stalled = messages.bound - before < STALL * (upper - messages.bound)
             if self.done() or time.monotonic() > self.deadline or (stalled and sweeps > CHECK):

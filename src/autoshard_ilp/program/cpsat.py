@@ -151,9 +151,9 @@ class _Builder:
         constant = largest = 0
         edge_factor = {f.edge: n for n, f in self.net.factors.items() if f.edge is not None}
         for v, count in zip(row.nodes.tolist(), row.node_counts.tolist(), strict=True):
-            held = np.asarray(self.program.nodes[v].bytes)
-            if v not in self.x:
-                constant += count * int(held[self.net.alive[v][0]])
+            held = self.net.bytes[v]
+            if held is None:
+                constant += count * self.net.fixed_nodes[v]
                 continue
             largest += count * max((int(held[s]) for s in self.x[v]), default=0)
             for s, variable in self.x[v].items():
@@ -161,6 +161,9 @@ class _Builder:
                     variables.append(variable)
                     weights.append(count * int(held[s]))
         for e, count in zip(row.edges.tolist(), row.edge_counts.tolist(), strict=True):
+            if e not in edge_factor:
+                constant += count * self.net.fixed_edges[e]
+                continue
             f = self.net.factors[edge_factor[e]]
             assert f.held is not None
             largest += count * max((int(f.held[i]) for i, _ in self.y[edge_factor[e]]), default=0)

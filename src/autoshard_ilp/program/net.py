@@ -64,6 +64,8 @@ class Net:
         self.cost: list[np.ndarray] = [np.zeros(0)] * size
         self.alive: list[np.ndarray] = [np.zeros(0, np.int64)] * size
         self.bytes: list[np.ndarray | None] = [None] * size  # set where a memory row counts them
+        self.fixed_nodes: dict[int, int] = {}  # bytes of counted nodes whose strategies alive all hold the same
+        self.fixed_edges: dict[int, int] = {}
         self.factors: dict[int, Factor] = {}
         self.incident: list[dict[int, None]] = [{} for _ in range(size)]  # ordered sets
         self.gone = np.zeros(size, bool)
@@ -75,6 +77,7 @@ class Net:
         """A copy that shares the (never mutated) arrays."""
         other = Net(len(self.cost))
         other.cost, other.alive, other.bytes = list(self.cost), list(self.alive), list(self.bytes)
+        other.fixed_nodes, other.fixed_edges = dict(self.fixed_nodes), dict(self.fixed_edges)
         other.factors = dict(self.factors)
         other.incident = [dict(i) for i in self.incident]
         other.gone = self.gone.copy()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard_ilp.program import reduce
-from autoshard_ilp.program.net import Net
+from autoshard_ilp.program.net import Factor, Net
 
 STEPS = ("parallel", "separable", "labels", "single", "dominance", "determined", "eliminate")
 
@@ -96,6 +96,7 @@ class Presolve:
     def _visit(self, v: int) -> None:
         net, steps = self.net, self.steps
         self._tidy_factors(v)
+        self._fix_bytes(v)
         if "parallel" in steps:
             self._merge_parallel(v)
         if (
@@ -127,6 +128,25 @@ class Presolve:
             cells = self._estimate(v)
             if cells is not None:
                 heapq.heappush(self.heap, (cells, v))
+
+    def _fix_bytes(self, v: int) -> None:
+        """Bytes that no longer depend on a choice become constants, which sets their owners free."""
+        net = self.net
+        held = net.bytes[v]
+        if held is not None:
+            own = held[net.alive[v]]
+            if (own == own[0]).all():
+                net.fixed_nodes[v] = int(own[0])
+                net.bytes[v] = None
+        for number in net.incident[v]:
+            f = net.factors[number]
+            if f.edge is None or f.held is None:
+                continue
+            cells = f.held[np.isfinite(f.table)]
+            if len(cells) and (cells == cells[0]).all():
+                net.fixed_edges[f.edge] = int(cells[0])
+                net.replace(number, Factor(f.scope, f.labels, f.table))
+                self._touch(list(f.scope))
 
     def _can_substitute(self, v: int, number: int) -> bool:
         """The determining node must not share a second factor with ``v``."""

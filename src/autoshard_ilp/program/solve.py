@@ -9,93 +9,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from autoshard_ilp.errors import InputShapeError
+from autoshard_ilp.program.constrained import Constrained
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_net
-from autoshard_ilp.program.memory import Owners, Row, counted, violated_times
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
-from autoshard_ilp.program.presolve import Presolve
-
-PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below this
-
-
-@dataclass
-class Search:
-    """What one solve knows so far: the best plan, the best bound, the report."""
-
-    program: Program
-    options: SolverOptions
-    began: float
-    on_progress: Callable[[dict], None] | None
-    best: np.ndarray | None = None
-    upper: float = math.inf
-    lower: float = -math.inf
-    report: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def deadline(self) -> float:
-        """Monotonic time at which the limit is reached."""
-        return self.began + self.options.time_limit
-
-    def tell(self, stage: str) -> None:
-        """Report progress."""
-        if self.on_progress is not None:
-            self.on_progress(
-                {
-                    "stage": stage,
-                    "seconds": time.monotonic() - self.began,
-                    "objective": self.upper,
-                    "lower_bound": self.lower,
-                }
-            )
-
-    def offer(self, choices: np.ndarray) -> bool:
-        """Keep ``choices`` if they are the best plan so far that satisfies everything."""
-        cost = self.program.cost(choices)
-        if not cost < self.upper:
-            return False
-        if self.program.capacity is not None and self.program.peak(choices) > self.program.capacity:
-            return False
-        self.best, self.upper = np.array(choices, np.int64), cost
-        return True
-
-    def prove(self, bound: float) -> None:
-        """A valid lower bound of the whole program."""
-        self.lower = max(self.lower, bound)
-
-    def add_seconds(self, stage: str, since: float) -> None:
-        """Book time to a stage of the report."""
-        seconds = self.report.setdefault("seconds", {})
-        seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - since
-
-    def done(self) -> bool:
-        """Proved to the gap asked for."""
-        if self.best is None:
-            return False
-        return self.upper - self.lower <= max(self.options.relative_gap, PROOF) * abs(self.upper) + self.rounding
-
-    @property
-    def rounding(self) -> float:
-        """Seconds lost to integer costs so far."""
-        return float(self.report.get("rounding_error_seconds", 0.0))
-
-    def finish(self, infeasible: bool) -> Solution:
-        """The answer."""
-        seconds = time.monotonic() - self.began
-        if infeasible:
-            return Solution("infeasible", None, math.inf, math.inf, 0, seconds, self.report)
-        if self.best is None:
-            return Solution("feasible", None, math.inf, self.lower, 0, seconds, self.report)
-        proved = self.upper - self.lower <= PROOF * abs(self.upper) + self.rounding
-        lower = min(self.lower, self.upper)
-        status = "optimal" if proved else "feasible"
-        return Solution(status, self.best, self.upper, lower, self.program.peak(self.best), seconds, self.report)
+from autoshard_ilp.program.search import PROOF, Search
 
 
 def check(program: Program, hint: np.ndarray | None) -> None:
@@ -225,7 +149,7 @@ def _finish_with_cpsat(
 
 
 def _solve_with_rows(search: Search) -> bool:
-    """Solve without memory, then with the rows that the plan violates until it fits. True when proved infeasible."""
+    """Solve without memory; when the plan does not fit, solve with memory rows. True when proved infeasible."""
     program = search.program
     choices, bound = _descend(search)
     search.prove(bound)
@@ -234,55 +158,7 @@ def _solve_with_rows(search: Search) -> bool:
     search.offer(choices)
     if program.capacity is None or search.done() or time.monotonic() > search.deadline:
         return False
-    owners, rows = Owners(program), []
-    while True:
-        fresh = violated_times(program, choices, program.capacity, {r.time for r in rows})
-        if not fresh:
-            return False
-        rows += [owners.row(t) for t in fresh]
-        search.report["rows"] = len(rows)
-        choices, bound, infeasible = _solve_rows(search, rows)
-        if infeasible:
-            return search.best is None
-        search.prove(bound)
-        if choices is None:
-            return False
-        search.offer(choices)
-        search.tell("rows")
-        if search.done() or time.monotonic() > search.deadline:
-            return False
-
-
-def _solve_rows(search: Search, rows: list[Row]) -> tuple[np.ndarray | None, float, bool]:
-    """Optimum under ``rows`` only: choices, lower bound, proved infeasible."""
     since = time.monotonic()
-    nodes, edges = counted(search.program, rows)
-    net = build_net(search.program, None, nodes, edges)
-    sizes = search.report.setdefault("sizes", [])
-    sizes.append({"before": net.size()})
-    presolve = Presolve(net, deadline=search.deadline)
-    presolve.run()
-    sizes[-1]["after"] = net.size()
-    search.report.setdefault("presolve", []).append(dict(presolve.counts))
-    search.add_seconds("presolve", since)
-    start = np.zeros(len(program_nodes := search.program.nodes), np.int64)
-    assert len(program_nodes) == len(net.cost)
-    if not net.live and not rows:
-        choices = net.complete(start)
-        return choices, net.constant, False
-    since = time.monotonic()
-    options = CpOptions(search.deadline, search.options.seed, search.options.workers)
-    result = solve_net(
-        net,
-        search.program,
-        rows,
-        search.program.capacity,
-        options,
-        hint=search.best,
-        on_progress=search.on_progress,
-    )
-    search.add_seconds("cp-sat", since)
-    search.report["rounding_error_seconds"] = max(search.rounding, result.rounding_error_seconds)
-    if result.choices is None:
-        return None, result.bound, result.status == "infeasible"
-    return net.complete(result.choices), result.bound, False
+    infeasible = Constrained(search, choices).run()
+    search.add_seconds("memory", since)
+    return infeasible

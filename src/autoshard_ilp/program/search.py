@@ -1,0 +1,88 @@
+"""What one solve knows so far: the best plan, the best bound, the report."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autoshard_ilp.program.model import Program, Solution, SolverOptions
+
+PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below this
+
+
+@dataclass
+class Search:
+    """What one solve knows so far: the best plan, the best bound, the report."""
+
+    program: Program
+    options: SolverOptions
+    began: float
+    on_progress: Callable[[dict], None] | None
+    best: np.ndarray | None = None
+    upper: float = math.inf
+    lower: float = -math.inf
+    report: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def deadline(self) -> float:
+        """Monotonic time at which the limit is reached."""
+        return self.began + self.options.time_limit
+
+    def tell(self, stage: str) -> None:
+        """Report progress."""
+        if self.on_progress is not None:
+            self.on_progress(
+                {
+                    "stage": stage,
+                    "seconds": time.monotonic() - self.began,
+                    "objective": self.upper,
+                    "lower_bound": self.lower,
+                }
+            )
+
+    def offer(self, choices: np.ndarray) -> bool:
+        """Keep ``choices`` if they are the best plan so far that satisfies everything."""
+        cost = self.program.cost(choices)
+        if not cost < self.upper:
+            return False
+        if self.program.capacity is not None and self.program.peak(choices) > self.program.capacity:
+            return False
+        self.best, self.upper = np.array(choices, np.int64), cost
+        return True
+
+    def prove(self, bound: float) -> None:
+        """A valid lower bound of the whole program."""
+        self.lower = max(self.lower, bound)
+
+    def add_seconds(self, stage: str, since: float) -> None:
+        """Book time to a stage of the report."""
+        seconds = self.report.setdefault("seconds", {})
+        seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - since
+
+    def done(self) -> bool:
+        """Proved to the gap asked for."""
+        if self.best is None:
+            return False
+        return self.upper - self.lower <= max(self.options.relative_gap, PROOF) * abs(self.upper) + self.rounding
+
+    @property
+    def rounding(self) -> float:
+        """Seconds lost to integer costs so far."""
+        return float(self.report.get("rounding_error_seconds", 0.0))
+
+    def finish(self, infeasible: bool) -> Solution:
+        """The answer."""
+        seconds = time.monotonic() - self.began
+        if infeasible:
+            return Solution("infeasible", None, math.inf, math.inf, 0, seconds, self.report)
+        if self.best is None:
+            return Solution("feasible", None, math.inf, self.lower, 0, seconds, self.report)
+        proved = self.upper - self.lower <= PROOF * abs(self.upper) + self.rounding
+        lower = min(self.lower, self.upper)
+        status = "optimal" if proved else "feasible"
+        return Solution(status, self.best, self.upper, lower, self.program.peak(self.best), seconds, self.report)
