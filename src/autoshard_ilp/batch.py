@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard_ilp.errors import InputShapeError
-from autoshard_ilp.keras_integration import symbolic_inputs
+from autoshard_ilp.keras_integration import input_names, output_names, symbolic_inputs
 
 DEFAULT_BATCH_SIZE = 32  # the default of keras.Model.fit
 
@@ -59,7 +59,12 @@ def input_specs(
             f"model, and a Sequential model knows them only when it starts with keras.Input. {_GIVE_INPUTS}"
         )
     return complete_specs(
-        structure, kind="inputs", batch_size=batch_size, sequence_length=sequence_length, device_count=device_count
+        structure,
+        kind="inputs",
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        device_count=device_count,
+        names=input_names(model),
     )
 
 
@@ -70,12 +75,16 @@ def complete_specs(
     batch_size: int | None,
     sequence_length: int | None = None,
     device_count: int = 1,
+    names: Sequence[str] = (),
 ) -> tuple[Any, int]:
     """Replace every leaf by a ``jax.ShapeDtypeStruct`` without unknown dimensions; see :func:`input_specs`."""
     import jax
 
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(structure, is_leaf=_is_spec)
-    described = [(leaf_name(path), *_shape_and_dtype(leaf, f"{kind}/{leaf_name(path)}")) for path, leaf in leaves]
+    treedef = jax.tree.structure(structure, is_leaf=_is_spec)
+    described = []
+    for name, leaf in named_leaves(structure, names):
+        path = kind if name is None else f"{kind}/{name}"
+        described.append((path, *_shape_and_dtype(leaf, path)))
     if not described:
         raise InputShapeError(f"{kind} must hold at least one array. Received: {structure!r}.")
     fixed = {shape[0] for _, shape, _ in described if shape and shape[0] is not None}
@@ -93,8 +102,7 @@ def complete_specs(
             f"batch, and a batch_size that agrees with them (or none)."
         )
     specs = [
-        jax.ShapeDtypeStruct(_fill(f"{kind}/{name}", shape, batch_size, sequence_length), dtype)
-        for name, shape, dtype in described
+        jax.ShapeDtypeStruct(_fill(name, shape, batch_size, sequence_length), dtype) for name, shape, dtype in described
     ]
     return jax.tree_util.tree_unflatten(treedef, specs), batch_size
 
@@ -113,16 +121,18 @@ def _fill(name: str, shape: tuple[int | None, ...], batch_size: int, sequence_le
 
 
 def _shape_and_dtype(leaf: Any, name: str) -> tuple[tuple[int | None, ...], Any]:
-    """Shape and (canonical JAX) dtype of an array, a ShapeDtypeStruct, a KerasTensor or a number."""
+    """Shape and (canonical JAX) dtype of an array, a ShapeDtypeStruct or a KerasTensor."""
     import jax
     import numpy as np
 
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        leaf = np.asarray(leaf)
+    if not _is_spec(leaf):
+        raise InputShapeError(f"Arrays need a shape and a dtype. Received: {name} = {leaf!r}. {_GIVE_INPUTS}")
     if getattr(leaf, "sparse", False):
         raise InputShapeError(f"Sparse tensors cannot be planned. Received: {name}, sparse. Give a dense input.")
     try:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if not (jax.numpy.issubdtype(dtype, np.number) or dtype == np.bool_):
+            raise TypeError(dtype)
     except TypeError as error:
         raise InputShapeError(
             f"Inputs must be numbers or booleans; strings are turned into numbers by preprocessing, before the step. "
@@ -144,6 +154,21 @@ def leaf_name(path: Sequence[Any]) -> str:
                 parts.append(str(getattr(key, attribute)))
                 break
     return "/".join(parts)
+
+
+def named_leaves(structure: Any, names: Sequence[str] = ()) -> list[tuple[str | None, Any]]:
+    """``(name, leaf)`` of a pytree in flat order.
+
+    The name is the leaf's keys joined by "/". A lone leaf and the leaves of a flat sequence take ``names`` instead,
+    where there is one for each; a lone leaf without a name has ``None``.
+    """
+    import jax
+
+    leaves = jax.tree_util.tree_flatten_with_path(structure, is_leaf=_is_spec)[0]
+    flat = not isinstance(structure, dict) and all(len(path) <= 1 for path, _ in leaves)
+    if flat and len(names) == len(leaves):
+        return [(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
+    return [(leaf_name(path) or None, leaf) for path, leaf in leaves]
 
 
 def target_specs(model: Any, outputs: Any) -> Any:
@@ -169,28 +194,28 @@ def target_specs(model: Any, outputs: Any) -> Any:
     if compiled is None:
         return None
     leaves, treedef = jax.tree_util.tree_flatten_with_path(outputs, is_leaf=_is_spec)
-    names = [leaf_name(path) for path, _ in leaves]
-    losses = _loss_per_output(compiled._user_loss, names, list(getattr(model, "output_names", None) or []))
+    keys = [leaf_name(path) for path, _ in leaves]
+    losses = _loss_per_output(compiled._user_loss, keys, output_names(model))
     labels = [
-        _label_spec(loss, tuple(leaf.shape), keras.config.floatx(), name or "output")
-        for loss, (_, leaf), name in zip(losses, leaves, names, strict=True)
+        _label_spec(loss, tuple(leaf.shape), keras.config.floatx(), key or "the output")
+        for loss, (_, leaf), key in zip(losses, leaves, keys, strict=True)
     ]
     return jax.tree_util.tree_unflatten(treedef, labels)
 
 
-def _loss_per_output(loss: Any, names: Sequence[str], output_names: Sequence[str]) -> list[Any]:
+def _loss_per_output(loss: Any, keys: Sequence[str], names: Sequence[str]) -> list[Any]:
     """One loss (or ``None``) per flat output; follows how Keras matches ``compile(loss=...)`` with outputs."""
     import jax
 
-    count = len(names)
+    count = len(keys)
     if isinstance(loss, dict):
         flat = {leaf_name(path): value for path, value in jax.tree_util.tree_flatten_with_path(loss)[0]}
         if count == 1 and len(flat) == 1:
             return list(flat.values())
-        if set(flat) <= set(names):
+        if set(flat) <= set(keys):
+            return [flat.get(name) for name in keys]
+        if len(names) == count and set(flat) <= set(names):
             return [flat.get(name) for name in names]
-        if len(output_names) == count and set(flat) <= set(output_names):
-            return [flat.get(name) for name in output_names]
     elif isinstance(loss, (list, tuple)):
         flat_list = jax.tree.leaves(loss, is_leaf=lambda x: x is None)
         if len(flat_list) == count:
@@ -201,7 +226,7 @@ def _loss_per_output(loss: Any, names: Sequence[str], output_names: Sequence[str
         return [loss] * count
     raise InputShapeError(
         f"The compiled losses cannot be matched with the model's outputs. Received: loss={loss!r} for the outputs "
-        f"{list(output_names) or list(names)}. {_GIVE_TARGETS}"
+        f"{list(names) or list(keys)}. {_GIVE_TARGETS}"
     )
 
 
@@ -211,11 +236,11 @@ def _label_spec(loss: Any, shape: tuple[int, ...], floatx: str, name: str) -> An
     identifier = loss_identifier(loss)
     if identifier in ("crossentropy", "ce") and shape and shape[-1] != 1:
         raise InputShapeError(
-            f"The loss {loss!r} of {name!r} takes integer labels or one-hot labels. Received: no targets to tell "
+            f"The loss {loss!r} of {name} takes integer labels or one-hot labels. Received: no targets to tell "
             f"which. {_GIVE_TARGETS}"
         )
     if identifier in ("ctc", "circle"):
-        raise InputShapeError(f"The loss {identifier!r} of {name!r} does not fix its labels' shape. {_GIVE_TARGETS}")
+        raise InputShapeError(f"The loss {identifier!r} of {name} does not fix its labels' shape. {_GIVE_TARGETS}")
     if "sparsecategorical" in identifier:
         return jax.ShapeDtypeStruct(shape[:-1], "int32")
     return jax.ShapeDtypeStruct(shape, floatx)

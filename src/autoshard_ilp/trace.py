@@ -159,7 +159,9 @@ def _is_model(candidate: Any) -> bool:
 
 def _build(builder: Any) -> Any:
     """Call the builder and check what it returns."""
-    if not callable(builder) or isinstance(builder, type):
+    import keras
+
+    if not callable(builder) or isinstance(builder, keras.Layer):
         raise UnsupportedModelError(
             f"A model must be a keras.Model, or a callable without arguments that builds one. Received: {builder!r}."
         )
@@ -207,10 +209,10 @@ def _prepare(
         model, inputs, batch_size=batch_size, sequence_length=sequence_length, device_count=device_count
     )
     needs_outputs = mode == "train" and targets is None and model._compile_loss is not None
-    if needs_outputs or not ki.is_fully_built(model):
-        with _explained(
-            model, "called symbolically", "Check that inputs= has the structure, shapes and dtypes it takes."
-        ):
+    if needs_outputs or inputs is not None or not ki.is_fully_built(model):
+        hint = "Check that inputs= has the structure, shapes and dtypes that the model takes."
+        error = UnsupportedModelError if inputs is None else InputShapeError
+        with _explained(model, "called symbolically", hint, error):
             outputs = ki.symbolic_outputs(model, x)
     if mode == "predict":
         return (x,), size, ()
@@ -225,20 +227,23 @@ def _prepare(
         )
     batch = (x,) if y is None and weights is None else (x, y) if weights is None else (x, y, weights)
     hint = "Check that targets= fits the loss and the metrics." if targets is not None else "Give targets=."
-    with _explained(model, "prepared for training", hint):
+    error = UnsupportedModelError if targets is None else InputShapeError
+    with _explained(model, "prepared for training", hint, error):
         built = ki.build_training_state(model, batch)
     return batch, size, built.references
 
 
 @contextlib.contextmanager
-def _explained(model: Any, action: str, hint: str) -> Iterator[None]:
+def _explained(
+    model: Any, action: str, hint: str, kind: type[AutoshardError] = UnsupportedModelError
+) -> Iterator[None]:
     """Turn any failure inside the user's model into an error that says what was tried."""
     try:
         yield
     except AutoshardError:
         raise
     except Exception as error:
-        raise UnsupportedModelError(
+        raise kind(
             f"The model {model.name!r} could not be {action}. Received: {type(error).__name__}: {error}\n{hint}"
         ) from error
 
@@ -311,6 +316,7 @@ def _arguments(
     references: Sequence[tuple[Any, Any]],
 ) -> tuple[ArgumentInfo, ...]:
     from autoshard_ilp import keras_integration as ki
+    from autoshard_ilp.batch import named_leaves
 
     unique = _UniquePaths()
     seeds = ki.seed_variable_ids(model)
@@ -326,8 +332,9 @@ def _arguments(
             found.append(ArgumentInfo(unique(variable.path), role, tuple(spec.shape), str(spec.dtype), reference))
     for (prefix, role), part in zip(_BATCH_ROLES, batch, strict=False):
         names = _functional_names(model, role)
-        for name, spec in _named_leaves(part, names):
-            path = f"{prefix}/{name}" if name or prefix != "sample_weight" else prefix
+        for name, spec in named_leaves(part, names):
+            lone = prefix if role == "sample_weight" else f"{prefix}/0"
+            path = lone if name is None else f"{prefix}/{name}"
             found.append(ArgumentInfo(unique(path), role, tuple(spec.shape), str(spec.dtype)))
     return tuple(found)
 
@@ -358,24 +365,13 @@ def _functional_names(model: Any, role: str) -> list[str]:
     return []
 
 
-def _named_leaves(structure: Any, names: Sequence[str]) -> list[tuple[str, Any]]:
-    """``(name, leaf)`` of a pytree: keys joined by "/", or ``names`` for a lone leaf and for a flat sequence."""
-    import jax
-
-    from autoshard_ilp.batch import leaf_name
-
-    leaves = jax.tree_util.tree_flatten_with_path(structure)[0]
-    flat = not isinstance(structure, dict) and all(len(path) <= 1 for path, _ in leaves)
-    if flat and len(names) == len(leaves):
-        return [(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
-    return [(leaf_name(path) or "0", leaf) for path, leaf in leaves]
-
-
 def _results(
     model: Any, mode: str, arguments: Sequence[ArgumentInfo], state: Any, out_shape: Any
 ) -> tuple[tuple[ResultInfo, ...], dict[int, int]]:
     """Results in flat order; the new state has the structure of the old, checked here."""
     import jax
+
+    from autoshard_ilp.batch import named_leaves
 
     new_state, outputs = out_shape
     if str(jax.tree.structure(new_state)) != str(jax.tree.structure(state)):
@@ -393,6 +389,6 @@ def _results(
     unique = _UniquePaths()
     for argument in arguments:
         unique(argument.path)
-    for name, spec in _named_leaves(outputs, names):
-        results.append(ResultInfo(unique(f"outputs/{name}"), "output", tuple(spec.shape), str(spec.dtype)))
+    for name, spec in named_leaves(outputs, names):
+        results.append(ResultInfo(unique(f"outputs/{name or 0}"), "output", tuple(spec.shape), str(spec.dtype)))
     return tuple(results), aliases
