@@ -6,11 +6,14 @@ library), not a device. ``JAX_PLATFORMS=cpu`` may stay set: it chooses the proce
 its library on request. Both libraries can be loaded in one process.
 
 * TPU: ``get_topology_desc("v5e:4x4", platform="tpu")``. On v4, ``chip_config_name="megacore"`` makes one device of a
-  chip's two cores, as jax does there. ``TPU_SKIP_MDS_QUERY=1`` keeps libtpu from asking a metadata server that only
-  Google's machines have; it is set here when no TPU is attached.
+  chip's two cores, as jax does there. Where no TPU is attached, four environment variables are set unless they are
+  already: ``TPU_SKIP_MDS_QUERY`` keeps libtpu from asking a metadata server that only Google's machines have,
+  ``ALLOW_MULTIPLE_LIBTPU_LOAD`` from claiming a machine-wide lock (two processes may then compile side by side),
+  ``TPU_LOG_DIR`` from writing log files, ``TPU_WORKER_HOSTNAMES`` from complaining that there are no workers.
 * GPU: ``get_topology_desc(platform="cuda", topology="1x1x8", target_config=...)``; the topology is NVLink domains x
   hosts x GPUs per host, and ``target_config`` the GPU's figures as the text form of XLA's GpuTargetConfigProto
-  (``gpus.toml``). Compiled with ``xla_gpu_autotune_level=0``, since there is nothing to time kernels on.
+  (``gpus.toml``). XLA:GPU also wants CUDA's ``ptxas`` and ``libdevice``: a CUDA toolkit, or the package
+  ``nvidia-cuda-nvcc-cu12``, which also serves old GPUs such as V100 that newer toolkits dropped. Compiled with ``xla_gpu_autotune_level=0``, since there is nothing to time kernels on.
 """
 
 from __future__ import annotations
@@ -29,6 +32,14 @@ from typing import Any
 from autoshard_ilp.errors import TargetError
 
 _TEXT = re.compile(r"([a-z0-9]+(?:[-_][a-z0-9]+)*)(?::(\d+(?:x\d+)*))?", re.IGNORECASE)
+
+
+_WITHOUT_TPU: Mapping[str, str] = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 
 
 @dataclass(frozen=True)
@@ -278,7 +289,8 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
 
     _need(("libtpu",), "tpu", target)
     if not any(Path(path).exists() for path in ("/dev/accel0", "/dev/vfio/0")):
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        for name, value in _WITHOUT_TPU.items():
+            os.environ.setdefault(name, value)
     chip = _TPUS[target.kind]
     sizes = (*target.shape, 1, 1)[:3]
     options: dict[str, Any] = dict(chip.options)
@@ -289,7 +301,11 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
     try:
         return compile_only_devices("tpu", name, **options)
     except Exception as error:
-        raise TargetError(f"The TPU compiler knows no slice {target}: {error}. {_HELP}") from error
+        raise TargetError(
+            f"The TPU compiler describes a slice before it compiles for it. Received: {target}, answered with: {error} "
+            "Choose a slice shape that is sold, and a libtpu of the version that this jax pins "
+            '(pip install "autoshard-ilp[tpu]").'
+        ) from error
 
 
 def _wraps(chip: _Chip, shape: tuple[int, ...]) -> tuple[bool, bool, bool]:
