@@ -445,19 +445,19 @@ WINDOWS = [
     ),
     Case(
         "conv_general_dilated",
-        "(b x x2 (g c), w w2 c (g o)) -> (b x x2 (g o)) reduction={c} permutation={x,x2} replicate={w,w2}",
+        "(b x x2 (g c), w w2 c (g o)) -> (b x x2 (g o)) reduction={c} replicate={x,w,x2,w2}",
         _conv(feature_group_count=2),
         ("2 8 8 4", "3 3 2 6"),
     ),
     Case(
         "conv_general_dilated",
-        "(b x x2 g, w w2 1 (g o)) -> (b x x2 (g o)) permutation={x,x2} replicate={w,w2}",
+        "(b x x2 g, w w2 1 (g o)) -> (b x x2 (g o)) replicate={x,w,x2,w2}",
         _conv(feature_group_count=4),
         ("2 8 8 4", "3 3 1 8"),
     ),
     Case(
         "conv_general_dilated",
-        "((g b) x c, w c (g o)) -> (b x (g o)) reduction={c} permutation={x} replicate={w}",
+        "((g b) x c, w c (g o)) -> (b x (g o)) reduction={c} replicate={x,w}",
         _conv(window_strides=(1,), dimension_numbers=("NHC", "HIO", "NHC"), batch_group_count=2),
         ("4 8 4", "3 4 6"),
     ),
@@ -482,7 +482,7 @@ WINDOWS = [
         _pool("min", (1, 3), (1, 2), "SAME"),
         ("4 8",),
     ),
-    Case("reduce_window_sum", "(x x2) -> (x 1) reduction={x2}", _pool("sum", (1, 8), (1, 1)), ("4 8",)),
+    Case("reduce_window_sum", "(x x2) -> (x 1) replicate={x2}", _pool("sum", (1, 8), (1, 1)), ("4 8",)),
     Case("reduce_window_sum", "(x x2) -> (x y) replicate={x2,y}", _pool("sum", (1, 3), (1, 1)), ("4 8",)),
     Case(
         "reduce_window",

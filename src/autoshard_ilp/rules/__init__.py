@@ -11,6 +11,7 @@ from autoshard_ilp.rules import (
     sort,
     windows,
 )
+from autoshard_ilp.rules.local import local_params, run_locally, runs_locally
 from autoshard_ilp.rules.registry import register, registered, rule_for
 from autoshard_ilp.rules.rule import Dim, Dims, Factor, Kind, OpView, Rule
 
@@ -25,11 +26,14 @@ __all__ = [
     "elementwise",
     "indexing",
     "linear_algebra",
+    "local_params",
     "random",
     "reduce",
     "register",
     "registered",
     "rule_for",
+    "run_locally",
+    "runs_locally",
     "shape",
     "sort",
     "windows",

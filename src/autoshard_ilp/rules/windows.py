@@ -9,14 +9,13 @@ primitives. Dimension numbers, groups and dilations follow the XLA operation sem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from autoshard_ilp.rules.builder import Builder, NoRule, arithmetic_weight, is_summable
-from autoshard_ilp.rules.reduce import reduction_kind
 from autoshard_ilp.rules.registry import register
 from autoshard_ilp.rules.rule import Dim, Dims, Kind, OpView, Rule
 
@@ -52,30 +51,33 @@ class Window:
         return self.in_dilation == 1 and self.extent <= self.stride and not self.pad_low and self.pad_high <= 0
 
 
-def window_dims(b: Builder, n_in: int, n_out: int, window: Window) -> tuple[Dim, Dim]:
+def window_dims(b: Builder, n_in: int, n_out: int, window: Window, overlap: Kind = Kind.PERMUTATION) -> tuple[Dim, Dim]:
     """Factors of one windowed dimension, of the input and of the result.
 
     * A window of one element passes.
     * Windows side by side, ``n_in = n_out * stride``: ``((x s)) -> (x)``, x passes and s, inside a window, stays whole.
     * Overlapping windows that keep the size (or divide it by the stride, or multiply it by the input's dilation): x is
-      a permutation, neighbours exchange a halo.
+      a permutation, neighbours exchange a halo (``overlap`` says so).
     * Anything else stays whole on both sides.
     """
     if window.is_point and n_in == n_out:
         x = b.dim(n_in, stem="x")
         return x, x
     if window.in_dilation == 1 and n_in == n_out * window.stride:
-        x = b.dim(n_out, Kind.PASS if window.is_patch else Kind.PERMUTATION, stem="x")
+        x = b.dim(n_out, Kind.PASS if window.is_patch else overlap, stem="x")
         return x + b.dim(window.stride, Kind.REPLICATE, stem="s"), x
     if window.stride == 1 and n_out == n_in * window.in_dilation:
-        x = b.dim(n_in, Kind.PERMUTATION, stem="x")
+        x = b.dim(n_in, overlap, stem="x")
         return x, x + b.dim(window.in_dilation, Kind.REPLICATE, stem="s")
     return b.dim(n_in, Kind.REPLICATE, stem="x"), b.dim(n_out, Kind.REPLICATE, stem="y")
 
 
 @register("conv_general_dilated")
 def conv_general_dilated(op: OpView) -> Rule:
-    """Batch and output features pass, input features are a reduction, groups are a major factor shared by both."""
+    """Batch and output features pass, input features are a reduction, groups are a major factor shared by both.
+
+    Convolutions in groups run device by device (see ``local.py``), so their overlapping windows stay whole.
+    """
     p = op.params
     numbers = p["dimension_numbers"]
     left, right, out = (tuple(int(i) for i in spec) for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
@@ -97,6 +99,7 @@ def conv_general_dilated(op: OpView) -> Rule:
     rhs[right[0]] = result[out[1]] = group + features_out
     result[out[0]] = batch
 
+    overlap = Kind.PERMUTATION if groups == batch_groups == 1 else Kind.REPLICATE
     taps = 1
     for n, (i, j, k) in enumerate(zip(left[2:], right[2:], out[2:], strict=True)):
         low, high = (int(x) for x in p["padding"][n])
@@ -104,13 +107,13 @@ def conv_general_dilated(op: OpView) -> Rule:
             int(p[name][n]) for name in ("window_strides", "lhs_dilation", "rhs_dilation")
         )
         window = Window(rhs_shape[j], strides, low, high, in_dilation, dilation)
-        lhs[i], rhs[j], result[k] = _spatial(b, lhs_shape[i], out_shape[k], window, kind)
+        lhs[i], rhs[j], result[k] = _spatial(b, lhs_shape[i], out_shape[k], window, kind, overlap)
         taps *= real_taps(lhs_shape[i], out_shape[k], window)
     flops = 2.0 * out_shape[out[0]] * out_shape[out[1]] * rhs_shape[right[1]] * taps
     return b.rule([tuple(lhs), tuple(rhs)], [tuple(result)], flops * arithmetic_weight(op.out_dtypes[0]))
 
 
-def _spatial(b: Builder, n_in: int, n_out: int, window: Window, kind: Kind) -> tuple[Dim, Dim, Dim]:
+def _spatial(b: Builder, n_in: int, n_out: int, window: Window, kind: Kind, overlap: Kind) -> tuple[Dim, Dim, Dim]:
     """Factors of one spatial dimension of the input, the kernel and the result."""
     whole_input = (
         n_out == 1 and window.size == n_in and not window.padded and window.dilation == window.in_dilation == 1
@@ -118,7 +121,7 @@ def _spatial(b: Builder, n_in: int, n_out: int, window: Window, kind: Kind) -> t
     if whole_input:  # e.g. the weight gradient of a 1x1 convolution: a product over all positions
         x = b.dim(n_in, kind, stem="x")
         return x, x, ()
-    x_in, x_out = window_dims(b, n_in, n_out, window)
+    x_in, x_out = window_dims(b, n_in, n_out, window, overlap)
     return x_in, b.dim(window.size, Kind.REPLICATE, stem="w"), x_out
 
 
@@ -140,20 +143,11 @@ def real_taps(n_in: int, n_out: int, window: Window) -> int:
     return total
 
 
-WINDOW_COMBINE = {"reduce_window_sum": "add", "reduce_window_max": "max", "reduce_window_min": "min"}
-
-
-@register(*WINDOW_COMBINE)
+@register("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 def reduce_window(op: OpView) -> Rule:
-    """Windows reduced to one element each; a window over a whole dimension is a reduction."""
-    combine = WINDOW_COMBINE[op.primitive]
-    kind = reduction_kind(combine, op.in_dtypes[0])
+    """Windows reduced to one element each."""
     b = Builder()
-
-    def whole(size: int) -> Dim:
-        return b.dim(size, kind, combine=combine, stem="x")
-
-    source, target = _windowed(b, op, op.in_shapes[0], op.out_shapes[0], whole)
+    source, target = _windowed(b, op, op.in_shapes[0], op.out_shapes[0])
     return b.rule([source], [target])
 
 
@@ -190,14 +184,8 @@ def select_and_gather_add(op: OpView) -> Rule:
     return b.rule([operand, operand], [result])
 
 
-def _windowed(
-    b: Builder,
-    op: OpView,
-    source: Sequence[int],
-    target: Sequence[int],
-    whole: Callable[[int], Dim] | None = None,
-) -> tuple[Dims, Dims]:
-    """Factors of both sides; ``whole`` gives the factor of a dimension that one window covers."""
+def _windowed(b: Builder, op: OpView, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
+    """Factors of the side that the windows read and of the side with one element per window."""
     p = op.params
     rank = len(source)
     if len(target) != rank:
@@ -209,13 +197,9 @@ def _windowed(
     for i in range(rank):
         low, high = (int(x) for x in p["padding"][i])
         size, stride = int(p["window_dimensions"][i]), int(p["window_strides"][i])
-        window = Window(size, stride, low, high, int(base[i]), int(dilation[i]))
-        covers = target[i] == 1 and size == source[i] > 1 and not window.padded
-        if covers and whole is not None and window.in_dilation == window.dilation == 1:
-            left.append(whole(source[i]))
-            right.append(())
-            continue
-        x_in, x_out = window_dims(b, source[i], target[i], window)
+        x_in, x_out = window_dims(
+            b, source[i], target[i], Window(size, stride, low, high, int(base[i]), int(dilation[i]))
+        )
         left.append(x_in)
         right.append(x_out)
     return tuple(left), tuple(right)

@@ -1,0 +1,101 @@
+"""Primitives to run device by device, because XLA's own partitioning of them falls short of their rule.
+
+Seen with jaxlib 0.10.2, by compiling each primitive alone with the shardings of its rule:
+
+* The weight gradient of a convolution in groups (``batch_group_count > 1``), batch sharded over one of two mesh axes:
+  XLA (CPU, GPU and TPU) adds the partial results over *all* devices, so the gradient is multiplied by the size of
+  the other axis. This is a wrong result, not a slow one: see the tests.
+* Convolutions in groups of several features: XLA:CPU and XLA:GPU gather the whole input, whatever is sharded.
+* ``top_k``, ``fft`` and the right-hand sides of ``triangular_solve``: XLA:CPU and XLA:GPU gather the batch dimensions.
+* Factorisations: XLA:TPU gathers batches of ``lu`` and synchronises the loops of ``eigh`` and ``svd``.
+
+Under ``jax.shard_map`` each device runs the primitive on its own part, which is what the rule promises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autoshard_ilp.rules.linear_algebra import FACTORISATIONS
+from autoshard_ilp.rules.rule import Dims, Kind, OpView, Rule
+
+_ALWAYS = frozenset({"top_k", "approx_top_k", "fft", "triangular_solve", *FACTORISATIONS})
+
+Shape = tuple[int, ...]
+
+
+def runs_locally(op: OpView) -> bool:
+    """Whether a program must run this operation with :func:`run_locally` wherever it is sharded."""
+    if op.primitive == "conv_general_dilated":
+        return int(op.params["feature_group_count"]) > 1 or int(op.params["batch_group_count"]) > 1
+    return op.primitive in _ALWAYS
+
+
+def local_params(op: OpView, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> dict[str, Any]:
+    """The parameters with which one device runs an operation that :func:`runs_locally`.
+
+    Args:
+        op: the whole operation.
+        in_shapes: shapes of one device's parts of the operands.
+        out_shapes: shapes of one device's parts of the results.
+    """
+    params = dict(op.params)
+    if op.primitive == "conv_general_dilated":
+        spec = params["dimension_numbers"]
+        lhs, rhs, out = in_shapes[0], in_shapes[1], out_shapes[0]
+        params["feature_group_count"] = lhs[spec.lhs_spec[1]] // rhs[spec.rhs_spec[1]]
+        params["batch_group_count"] = lhs[spec.lhs_spec[0]] // out[spec.out_spec[0]]
+    return params
+
+
+def run_locally(
+    bind: Callable[..., Any],
+    op: OpView,
+    rule: Rule,
+    operands: Sequence[Any],
+    mesh: Any,
+    axes_of: Mapping[str, tuple[str, ...]],
+) -> list[Any]:
+    """Run an operation device by device, partial results added up.
+
+    Args:
+        bind: the primitive's ``bind``.
+        op: the whole operation.
+        rule: its rule.
+        operands: whole arrays or tracers.
+        mesh: ``jax.sharding.Mesh`` or ``AbstractMesh``.
+        axes_of: mesh axes, major to minor, of every sharded factor. These may pass or be an added-up reduction, must be
+            major-most wherever they occur, and their sizes must be multiples of their number of shards.
+
+    Returns:
+        The whole results, sharded as the rule says; whole over the axes of reductions.
+    """
+    import jax
+    from jax.sharding import PartitionSpec
+
+    def spec(dims: Dims) -> Any:
+        return PartitionSpec(*(axes_of.get(d[0]) if d else None for d in dims))
+
+    partial = [axes for f, axes in axes_of.items() if rule.factors[f].kind is Kind.REDUCTION]
+    sums = tuple(axis for axes in partial for axis in axes)
+    shards = {f: math.prod(mesh.shape[axis] for axis in axes) for f, axes in axes_of.items()}
+
+    def one_device(*parts: Any) -> list[Any]:
+        out_shapes = [
+            tuple(n // (shards.get(d[0], 1) if d else 1) for n, d in zip(shape, dims, strict=True))
+            for shape, dims in zip(op.out_shapes, rule.results, strict=True)
+        ]
+        results = bind(*parts, **local_params(op, [part.shape for part in parts], out_shapes))
+        results = list(results) if isinstance(results, (list, tuple)) else [results]
+        return [jax.lax.psum(r, sums) for r in results] if sums else results
+
+    run = jax.shard_map(
+        one_device,
+        mesh=mesh,
+        in_specs=tuple(spec(dims) for dims in rule.operands),
+        out_specs=[spec(dims) for dims in rule.results],
+        check_vma=False,
+    )
+    return list(run(*operands))
