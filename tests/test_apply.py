@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autoshard_ilp import rewrites
 from autoshard_ilp.apply import Decisions, auto_mesh, planned_function
 from autoshard_ilp.check import check_graph
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
@@ -27,7 +28,7 @@ def make_mesh(shape: tuple[int, ...] = (2, 4), names: tuple[str, ...] = AXES) ->
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 # -- the functions to run: name -> (function, arguments)
@@ -240,6 +241,40 @@ def test_foreign_constraints_are_replaced() -> None:
     graph = traced(lambda x: jax.lax.with_sharding_constraint(x * 2.0, other), (normal(0, 8, 8),))
     step = planned_function(graph, Decisions(), make_mesh(), AXES)
     assert_same([jax.jit(step)(normal(0, 8, 8))[0]], [normal(0, 8, 8) * 2.0])
+
+
+def grouped_kernel_gradient(groups: int, stride: int, dilation: int, features: int) -> tuple[Callable[..., Any], Any]:
+    """Gradient with respect to the kernel of a grouped convolution, and arguments (input, incoming gradient)."""
+    kernel = normal(1, 3, 3, 8 // groups, features)
+
+    def convolve(x, k):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, k, (stride,) * 2, "SAME", None, (dilation,) * 2, numbers, feature_group_count=groups
+        )
+
+    x = normal(0, 4, 9, 9, 8)
+    g = normal(2, *jax.eval_shape(convolve, x, kernel).shape)
+    return (lambda x, g: jax.vjp(lambda k: convolve(x, k), kernel)[1](g)[0]), (x, g)
+
+
+@pytest.mark.parametrize("most", [64, 2], ids=["products", "feature groups"])
+@pytest.mark.parametrize("case", [(8, 1, 1, 8), (8, 2, 1, 16), (4, 1, 2, 16), (2, 2, 2, 4)])
+def test_batch_grouped_convolutions_are_rewritten(case: tuple[int, ...], most: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(rewrites, "MAX_POSITIONS", most)
+    fn, args = grouped_kernel_gradient(*case)
+    graph = traced(fn, args, hubs=False)
+    assert all(op.params["batch_group_count"] == 1 for op in graph.ops if op.primitive == "conv_general_dilated")
+    assert any(op.source.startswith("test_apply.py") for op in graph.ops)
+    assert_same(jax.jit(planned_function(graph, Decisions(), make_mesh(), AXES))(*args), jax.jit(fn)(*args))
+
+
+@pytest.mark.parametrize("layout", [(0, -1), (-1, 3)], ids=str)
+def test_depthwise_gradients_are_right_on_two_axes(layout: tuple[int, int]) -> None:
+    fn, args = grouped_kernel_gradient(8, 1, 1, 8)
+    graph = traced(fn, args, hubs=False)
+    step = planned_function(graph, Decisions(results={(0, 0): layout, (1, 0): layout}), make_mesh(), AXES)
+    assert_same(jax.jit(step)(*args), jax.jit(fn)(*args))
 
 
 # -- gather once or gather again

@@ -87,6 +87,13 @@ def bind_equation(eqn: Any, args: Sequence[Any], name_stack: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def trace_like(eqn: Any, function: Any) -> Any:
+    """Closed jaxpr of ``function`` on the equation's operand types; its equations point to the same source line."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    with _source_info.user_context(eqn.source_info.traceback, name_stack=empty_name_stack()):
+        return jax.make_jaxpr(function)(*avals)
+
+
 def under_name_stack(name_stack: Any) -> Any:
     """Context manager: what is traced inside carries ``name_stack`` (relative to the function being traced now)."""
     return _source_info.set_name_stack(_source_info.current_name_stack() + name_stack)

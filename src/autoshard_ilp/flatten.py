@@ -13,6 +13,7 @@ import numpy as np
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.graph import Graph, Op, Region, Tensor, assemble
+from autoshard_ilp.rewrites import REWRITTEN, rewrite
 
 _TRANSPOSED = re.compile(r"(?:^|[/(])transpose\(")
 _DIFFERENTIATED = re.compile(r"(?:^|[/(])jvp\(")
@@ -128,6 +129,10 @@ class _Flattener:
             return self.while_loop(eqn, inputs, ctx)
         if name == "cond" and eqn.params.get("branches_platforms") is None:
             return self.cond(eqn, inputs, ctx)
+        equal = rewrite(name, eqn.params, eqn.outvars[0].aval.shape) if name in REWRITTEN else None
+        if equal is not None:
+            jaxpr, values = compat.open_jaxpr(compat.trace_like(eqn, equal))
+            return self.inline(jaxpr, self.constants(jaxpr, values, ctx), inputs, self.below(eqn, ctx))
         outputs = [self.tensor(v.aval) for v in eqn.outvars]
         op = self.emit(name, inputs, outputs, ctx, eqn, params=eqn.params)
         op.eqn = eqn
