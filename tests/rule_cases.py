@@ -6,8 +6,10 @@ Arguments are made from text: ``"4 6"`` is a float32 array of that shape, ``"i 4
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from autoshard_ilp.rules import OpView
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     primitive: str
     expected: str
@@ -29,10 +31,15 @@ class Case:
     occurrence: int = 0  # which equation of that primitive, in the order in which they run
 
     def call(self) -> Call:
-        return find_call(self.function, self.arguments, self.primitive, self.occurrence)
+        return _call(self)
 
     def __str__(self) -> str:
         return f"{self.primitive}: {self.expected}"
+
+
+@cache
+def _call(case: Case) -> Call:
+    return find_call(case.function, case.arguments, case.primitive, case.occurrence)
 
 
 @dataclass(frozen=True)
@@ -66,12 +73,17 @@ def find_call(function: Callable[..., Any], arguments: tuple[Any, ...], primitiv
     values = [make(a, rng) for a in arguments]
     closed = jax.make_jaxpr(function)(*values)
     calls: list[Call] = []
-    _run(closed.jaxpr, closed.consts, values, primitive, calls)
+    with contextlib.suppress(_Found):
+        _run(closed.jaxpr, closed.consts, values, primitive, occurrence, calls)
     assert len(calls) > occurrence, f"{len(calls)} {primitive} in {closed}"
     return calls[occurrence]
 
 
-def _run(jaxpr: Any, consts: Any, arguments: Any, primitive: str, calls: list[Call]) -> list[Any]:
+class _Found(Exception):
+    """Nothing more needs to run."""
+
+
+def _run(jaxpr: Any, consts: Any, arguments: Any, primitive: str, occurrence: int, calls: list[Call]) -> list[Any]:
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= dict(zip(jaxpr.invars, arguments, strict=True))
 
@@ -82,9 +94,11 @@ def _run(jaxpr: Any, consts: Any, arguments: Any, primitive: str, calls: list[Ca
         operands = tuple(map(read, eqn.invars))
         if eqn.primitive.name == primitive:
             calls.append(Call(eqn.primitive, eqn.params, operands, view_of(eqn)))
+            if len(calls) > occurrence:
+                raise _Found
         inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
         if eqn.primitive.name in ("jit", "custom_jvp_call", "closed_call"):
-            results = _run(inner.jaxpr, inner.consts, operands, primitive, calls)
+            results = _run(inner.jaxpr, inner.consts, operands, primitive, occurrence, calls)
         else:
             results = eqn.primitive.bind(*operands, **eqn.params)
             results = results if eqn.primitive.multiple_results else [results]
