@@ -294,6 +294,8 @@ def compiled_state(model: Any, mode: str = "train") -> tuple[list[Any], ...]:
 def write_state(model: Any, state: Sequence[Sequence[Any]]) -> None:
     """Store a step's state in the model's variables, keeping each array's sharding.
 
+    The arrays are shared, not copied: do not donate them to another step afterwards.
+
     Args:
         model: a live or abstract Keras model, built the way it was when it was traced.
         state: lists of arrays as a step returns them: four of them (train) or two (predict).
@@ -387,9 +389,10 @@ def _create_values(variables: Sequence[Any], shardings: Sequence[Any]) -> list[A
     import keras
 
     missing = [i for i, v in enumerate(variables) if v._value is None]
-    # A copy, so that a donated state never takes the model's own array with it.
+    # A copy first: device_put shares the buffer of the device that already holds it (may_alias=False does not prevent
+    # that for a replicated result), and a donated state would then take the model's own array with it.
     values = {
-        i: jax.device_put(v._value, shardings[i], may_alias=False) if shardings[i] is not None else v._value.copy()
+        i: v._value.copy() if shardings[i] is None else jax.device_put(v._value.copy(), shardings[i])
         for i, v in enumerate(variables)
         if v._value is not None
     }
