@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program.branch import Tree
 from autoshard_ilp.program.core import ROUNDS
-from autoshard_ilp.program.cpsat import CpOptions, solve_net
+from autoshard_ilp.program.cpsat import CpOptions, CpResult, solve_net
+from autoshard_ilp.program.infeasible import minimum_capacity
 from autoshard_ilp.program.memory import Owners, Row, counted, violated_times
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Net, build_net
 from autoshard_ilp.program.presolve import Presolve
@@ -23,6 +27,24 @@ STEP_SWEEPS = 4
 STEPS = 30
 PATIENCE = 6  # price steps without progress
 PROGRESS = 0.02  # of the gap
+SMALL = 3000
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """Result of pricing one net: the reduced net (true costs), prices, bound, rows to add, removals, plans seen."""
+
+    net: Net
+    prices: np.ndarray
+    bound: float
+    fresh: list[int]
+    ruled_out: dict[int, np.ndarray]
+    plans: list[tuple[np.ndarray, bool]]  # choices, exceeds a row
+
+
+def small(net: Net) -> bool:
+    """Few enough variables for CP-SAT to finish quickly."""
+    return sum(f.table.size for f in net.factors.values()) + sum(len(net.alive[v]) for v in net.live) < SMALL
 
 
 class Constrained:
@@ -46,8 +68,10 @@ class Constrained:
 
     def run(self) -> bool:
         """True when proved infeasible."""
+        if self.search.best is None and not self._first_plan():
+            return True
         fresh = violated_times(self.program, self.seen[0], self.capacity, set())
-        while fresh and not self._stop():
+        while fresh and not self.stop():
             self.rows += [self.owners.row(t) for t in fresh]
             self.search.report["rows"] = len(self.rows)
             try:
@@ -59,7 +83,16 @@ class Constrained:
                 return False
         return False
 
-    def _stop(self) -> bool:
+    def _first_plan(self) -> bool:
+        """Look for any plan that fits, by least peak. False when proved that there is none."""
+        left = self.search.deadline - time.monotonic()
+        options = dataclasses.replace(self.search.options, time_limit=max(0.1, left / 4))
+        lower, _, choices = minimum_capacity(self.program, options, enough=self.capacity)
+        self.search.report["minimum_capacity_bound"] = lower
+        self._offer(choices)
+        return lower <= self.capacity
+
+    def stop(self) -> bool:
         return self.search.done() or time.monotonic() > self.search.deadline
 
     def _violations(self, choices: np.ndarray) -> list[int]:
@@ -85,66 +118,78 @@ class Constrained:
             presolve.run()
             entry.update(removed=dict(presolve.counts), after=net.size(), presolve_seconds=time.monotonic() - since)
             if not net.live:
-                return self._settle(net)
-            if self._stop():
+                return self.settle(net)
+            if self.stop():
                 return []
             since = time.monotonic()
-            net, prices, fresh, closed = self._price(net, prices)
+            net, prices, fresh, closed = self._price_root(net, prices)
             entry.update(message_seconds=time.monotonic() - since, lower_bound=self.search.lower)
             self.prices = {r.time: float(p) for r, p in zip(self.rows, prices, strict=True)}
-            if fresh or self._stop():
+            if fresh or self.stop():
                 return fresh
             if closed < 0.1 and entry["before"]["strategies"] <= 1.02 * entry["after"]["strategies"]:
                 break
-        return self._cpsat(net)
+        if small(net):
+            return self.cpsat(net)
+        return Tree(self, net, prices).run()
 
-    def _settle(self, net: Net) -> list[int]:
+    def settle(self, net: Net, whole: bool = True) -> list[int]:
         """Everything is decided: the plan left is the best under the rows, if it satisfies them."""
         choices = net.complete(np.zeros(len(net.cost), np.int64))
         if (PricedRows(net, self.rows, self.capacity).usage(choices) > self.capacity).any():
             raise EmptyNodeError("rows")
-        self.search.prove(min(net.constant, self.search.upper))
+        if whole:
+            self.search.prove(min(net.constant, self.search.upper))
         return self._offer(choices)
 
-    def _price(self, net: Net, prices: np.ndarray) -> tuple[Net, np.ndarray, list[int], float]:
-        """Prices, bound, plans; returns the reduced net, best prices, times to add, and the part of the gap closed."""
+    def _price_root(self, net: Net, prices: np.ndarray) -> tuple[Net, np.ndarray, list[int], float]:
+        """Price the whole program: also global bounds and removals. The last result is the part of the gap closed."""
+        search = self.search
+        gap = search.upper - search.lower
+        result = self.price(net, prices, STEPS, FIRST_SWEEPS)
+        search.prove(result.bound)
+        for v, gone in result.ruled_out.items():
+            self.keep[v] = self.keep[v].copy()
+            self.keep[v][gone] = False
+        after = search.upper - search.lower
+        closed = 1.0 if math.isinf(gap) and math.isfinite(after) else (gap - after) / gap if gap > 0 else 0.0
+        return result.net, result.prices, result.fresh, closed
+
+    def price(self, net: Net, prices: np.ndarray, steps: int, sweeps: int) -> Priced:
+        """Improve prices and messages of one net, look for plans, remove what cannot beat the best plan.
+
+        Raises:
+            EmptyNodeError: the net has no plan cheaper than the best known.
+        """
         for number in list(net.factors):
             reduce.compress(net, number)
         search, priced, messages = self.search, PricedRows(net, self.rows, self.capacity), Messages(net)
         planes = PriceSearch(len(self.rows), self.capacity)
         messages.reprice(*priced.charge(prices))
-        current, gap = prices, search.upper - search.lower
-        fresh: list[int] = []
+        current, fresh, plans = prices, [], []
         for x in self.seen[-1:] + ([] if search.best is None else [search.best]):
             planes.cut(self.program.cost(x), self._excess(x))
-        for _ in range(FIRST_SWEEPS):
+        for _ in range(sweeps):
             messages.sweep(search.upper)
         planes.update(current, messages.bound)
-        search.prove(messages.bound)
         stale, best_gap = 0, search.upper - planes.best_bound
-        for _ in range(STEPS):
-            fresh = self._try_plans(net, messages, priced, planes)
-            if fresh or self._stop():
+        for _ in range(steps):
+            fresh = self._try_plans(net, messages, priced, planes, plans)
+            if fresh or self.stop():
                 break
             current = self._move(messages, priced, current, planes.next(), STEP_SWEEPS)
             planes.update(current, messages.bound)
-            search.prove(messages.bound)
             now = search.upper - planes.best_bound
             stale = 0 if now < (1 - PROGRESS) * best_gap or math.isinf(now) else stale + 1
             best_gap = min(best_gap, now)
-            if stale >= PATIENCE:
+            if stale >= min(PATIENCE, steps // 3 + 1):
                 break
-        if not fresh and not self._stop():
-            current = self._move(messages, priced, current, planes.best, FIRST_SWEEPS)
-            fresh = self._try_plans(net, messages, priced, planes)
-            search.prove(messages.bound)
+        if not fresh and not self.stop():
+            current = self._move(messages, priced, current, planes.best, sweeps)
+            fresh = self._try_plans(net, messages, priced, planes, plans)
             messages.remove_cells(search.upper)
-        for v, gone in messages.ruled_out().items():
-            self.keep[v] = self.keep[v].copy()
-            self.keep[v][gone] = False
-        after = search.upper - search.lower
-        closed = 1.0 if math.isinf(gap) and math.isfinite(after) else (gap - after) / gap if gap > 0 else 0.0
-        return self._unprice(messages, priced, current), planes.best, fresh, closed
+        bound = max(messages.bound, planes.best_bound)
+        return Priced(self._unprice(messages, priced, current), planes.best, bound, fresh, messages.ruled_out(), plans)
 
     def _excess(self, choices: np.ndarray) -> np.ndarray:
         used = self.program.usage_over_time(choices)
@@ -166,16 +211,25 @@ class Constrained:
                 break
         return new
 
-    def _try_plans(self, net: Net, messages: Messages, priced: PricedRows, planes: PriceSearch) -> list[int]:
+    def _try_plans(
+        self,
+        net: Net,
+        messages: Messages,
+        priced: PricedRows,
+        planes: PriceSearch,
+        plans: list[tuple[np.ndarray, bool]],
+    ) -> list[int]:
         """Decode, learn a cut, offer the plan or its repair. Times at which a plan that fits the rows does not fit."""
         choices = messages.improve(messages.decode())
         excess = priced.usage(choices) - self.capacity
         planes.cut(net.value(choices), excess)
+        plans.append((choices, bool((excess > 0).any())))
         if (excess > 0).any():
             repaired = repair(messages, priced, choices)
             if repaired is None:
                 return []
             choices = repaired
+            plans.append((choices, False))
             planes.cut(net.value(choices), priced.usage(choices) - self.capacity)
         return self._offer(net.complete(choices))
 
@@ -191,7 +245,20 @@ class Constrained:
             net.replace(n, Factor(f.scope, f.labels, f.table - table, f.edge, f.held))
         return net
 
-    def _cpsat(self, net: Net) -> list[int]:
+    def cpsat(self, net: Net) -> list[int]:
+        """Finish the whole program with CP-SAT. Returns times to add."""
+        result = self._run_cpsat(net)
+        self.search.prove(min(result.bound, self.search.upper))
+        return [] if result.choices is None else self._offer(net.complete(result.choices))
+
+    def cpsat_part(self, net: Net) -> tuple[list[int], bool]:
+        """Finish a branch with CP-SAT. Returns times to add, and whether the branch is closed."""
+        result = self._run_cpsat(net)
+        fresh = [] if result.choices is None else self._offer(net.complete(result.choices))
+        return fresh, result.status == "optimal" and not fresh
+
+    def _run_cpsat(self, net: Net) -> CpResult:
+        """CP-SAT under the rows; EmptyNodeError when nothing beats the best plan."""
         search, options = self.search, self.search.options
         since = time.monotonic()
         for number in list(net.factors):
@@ -209,12 +276,8 @@ class Constrained:
         )
         search.add_seconds("cp-sat", since)
         search.report["rounding_error_seconds"] = max(search.rounding, result.rounding_error_seconds)
-        self.log[-1]["cp-sat"] = {"variables": result.variables, "constraints": result.constraints}
         if result.status == "infeasible":
             raise EmptyNodeError("rows")
-        search.prove(min(result.bound, search.upper))
-        if result.choices is None:
-            return []
-        choices = net.complete(result.choices)
-        self.seen.append(choices)
-        return self._offer(choices)
+        if result.choices is not None:
+            self.seen.append(net.complete(result.choices))
+        return result

@@ -273,3 +273,35 @@ def solve_net(
     for v, own in b.x.items():
         choices[v] = next(s for s, variable in own.items() if solver.boolean_value(variable))
     return CpResult("optimal" if status == cp_model.OPTIMAL else "feasible", choices, bound, b.rounding, *sizes)
+
+
+def minimise_peak(
+    net: Net, program: Program, rows: Sequence[Row], options: CpOptions, lower: int, upper: int
+) -> tuple[np.ndarray | None, int]:
+    """The assignment of ``net`` with the least largest row usage, costs aside.
+
+    Returns:
+        Choices below ``upper`` bytes (None: none found), and a valid lower bound in bytes for these rows.
+    """
+    from ortools.sat.python import cp_model
+
+    b = _Builder(net, program, math.inf)
+    b.add_nodes()
+    for number in net.factors:
+        b.add_factor(number)
+    peak = b.model.new_int_var(lower, max(lower, upper), "peak")
+    for row in rows:
+        b.model.add(b.usage(row)[0] <= peak)
+    b.model.minimize(peak)
+    solver = cp_model.CpSolver()
+    configure(solver, options)
+    status = solver.solve(b.model)
+    if status == cp_model.INFEASIBLE:
+        return None, upper
+    bound = max(lower, math.ceil(solver.best_objective_bound - 0.5)) if status != cp_model.UNKNOWN else lower
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None, bound
+    choices = np.zeros(len(net.cost), np.int64)
+    for v, own in b.x.items():
+        choices[v] = next(s for s, variable in own.items() if solver.boolean_value(variable))
+    return choices, bound

@@ -1,0 +1,189 @@
+"""The smallest capacity that has a plan at all: proved, or bounded from both sides.
+
+For weights w >= 0 over times that sum to one, the least weighted usage is at most the least peak, so it bounds it from
+below; it is a program without memory rows and solved exactly. The weights follow cutting planes; CP-SAT closes what
+is left. Costs do not matter here, only which choices are finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import numpy as np
+
+from autoshard_ilp.errors import InfeasibleError
+from autoshard_ilp.program.core import Descent
+from autoshard_ilp.program.cpsat import CpOptions, minimise_peak
+from autoshard_ilp.program.memory import Owners, Row, counted
+from autoshard_ilp.program.model import Lifetimes, Program, SolverOptions
+from autoshard_ilp.program.net import EmptyNodeError, build_net
+from autoshard_ilp.program.presolve import Presolve
+
+STEPS = 12
+
+
+def weighted_usage(program: Program, rows: list[Row], weights: np.ndarray) -> Program:
+    """The program whose cost is the weighted usage in bytes; what was forbidden stays forbidden."""
+    node_cost = [np.where(np.isfinite(n.costs), 0.0, np.inf) for n in program.nodes]
+    edge_cost = [np.where(np.isfinite(e.table), 0.0, np.inf) for e in program.edges]
+    for row, w in zip(rows, weights, strict=True):
+        if w <= 0:
+            continue
+        for v, count in zip(row.nodes.tolist(), row.node_counts.tolist(), strict=True):
+            node_cost[v] = node_cost[v] + w * count * np.asarray(program.nodes[v].bytes, np.float64)
+        for e, count in zip(row.edges.tolist(), row.edge_counts.tolist(), strict=True):
+            edge_cost[e] = edge_cost[e] + w * count * np.asarray(program.edges[e].bytes, np.float64)
+    nodes = tuple(dataclasses.replace(n, costs=c, bytes=None) for n, c in zip(program.nodes, node_cost, strict=True))
+    edges = tuple(dataclasses.replace(e, table=t, bytes=None) for e, t in zip(program.edges, edge_cost, strict=True))
+    return Program(nodes, edges, Lifetimes.empty())
+
+
+def least_cost(program: Program, deadline: float) -> tuple[np.ndarray | None, float]:
+    """Best assignment found and a valid lower bound for a program without memory; EmptyNodeError: none is finite."""
+    best: list[np.ndarray] = []
+    upper, lower = math.inf, -math.inf
+
+    def offer(choices: np.ndarray) -> float:
+        nonlocal upper
+        cost = program.cost(choices)
+        if cost < upper:
+            upper = cost
+            best[:] = [choices]
+        return upper
+
+    def prove(bound: float) -> None:
+        nonlocal lower
+        lower = max(lower, bound)
+
+    descent = Descent(offer, prove, lambda: upper - lower <= 1e-12 * abs(upper), deadline)
+    try:
+        descent.run(build_net(program), math.inf)
+    except EmptyNodeError:
+        if not best:
+            raise
+        lower = upper
+    return (best[0] if best else None), min(lower, upper)
+
+
+def minimum_capacity(
+    program: Program, options: SolverOptions, *, enough: int | None = None
+) -> tuple[int, int, np.ndarray]:
+    """Smallest capacity in bytes per device for which a plan exists.
+
+    Args:
+        program: its own ``capacity`` is ignored.
+        options: time limit, seed, workers.
+        enough: stop as soon as this capacity is known to suffice, or known not to.
+
+    Returns:
+        A proved lower bound in bytes, the peak in bytes of the best plan found (equal when proved), and that plan.
+
+    Raises:
+        InfeasibleError: no assignment is finite, whatever the capacity.
+    """
+    deadline = time.monotonic() + options.time_limit
+    try:
+        return _Minimum(program, options, deadline, enough).run()
+    except EmptyNodeError:
+        raise InfeasibleError(
+            "A plan needs one finite strategy per node that fits its neighbours. Received: a program with none at any "
+            "memory capacity. Remove a pin."
+        ) from None
+
+
+class _Minimum:
+    def __init__(self, program: Program, options: SolverOptions, deadline: float, enough: int | None) -> None:
+        self.program, self.options, self.deadline = program, options, deadline
+        self.enough = enough
+        self.owners, self.rows = Owners(program), list[Row]()
+        self.lower, self.upper = 0, -1
+        self.best: np.ndarray | None = None
+        self.used: list[np.ndarray] = []
+
+    def run(self) -> tuple[int, int, np.ndarray]:
+        start, _ = least_cost(weighted_usage(self.program, [], np.zeros(0)), self.deadline)
+        if start is None:
+            raise InfeasibleError(
+                "No finite assignment was found within the time limit. Received: "
+                f"time_limit={self.options.time_limit}. Raise it."
+            )
+        self._see(start)
+        weights = np.ones(len(self.rows))
+        for _ in range(STEPS):
+            if self._finished() or not self.rows:
+                break
+            choices, bound = least_cost(weighted_usage(self.program, self.rows, weights), self.deadline)
+            self.lower = max(self.lower, math.ceil(bound * (1 - 1e-12) - 1e-6))
+            before = len(self.rows)
+            if choices is not None:
+                self._see(choices)
+            fresh = self._weights()
+            if len(self.rows) == before and np.allclose(fresh, weights):
+                break
+            weights = fresh
+        while not self._finished():
+            if not self._cpsat():
+                break
+        assert self.best is not None
+        return min(self.lower, self.upper), self.upper, self.best
+
+    def _finished(self) -> bool:
+        if self.enough is not None and (self.upper <= self.enough or self.lower > self.enough):
+            return True
+        return self.lower >= self.upper or time.monotonic() > self.deadline
+
+    def _see(self, choices: np.ndarray) -> None:
+        """Keep the lowest peak; its moment becomes a row."""
+        used = self.program.usage_over_time(choices)
+        peak = int(used.max()) if len(used) else 0
+        if self.best is None or peak < self.upper:
+            self.best, self.upper = choices, peak
+        self.used.append(used)
+        moment = int(np.argmax(used)) if len(used) else 0
+        if peak > self.lower and all(r.time != moment for r in self.rows):
+            self.rows.append(self.owners.row(moment))
+
+    def _weights(self) -> np.ndarray:
+        """Weights that maximise the least weighted usage over the plans seen (a linear program)."""
+        from scipy.optimize import linprog
+
+        usage = np.array([[int(u[r.time]) for r in self.rows] for u in self.used], np.float64)
+        scale = max(1.0, usage.max())
+        count = len(self.rows)
+        result = linprog(
+            np.concatenate(([-1.0], np.zeros(count))),
+            A_ub=np.hstack((np.ones((len(usage), 1)), -usage / scale)),
+            b_ub=np.zeros(len(usage)),
+            A_eq=np.array([[0.0] + [1.0] * count]),
+            b_eq=[1.0],
+            bounds=[(None, None)] + [(0.0, 1.0)] * count,
+            method="highs",
+        )
+        return np.full(count, 1.0 / count) if result.x is None else np.maximum(result.x[1:], 0.0) / result.x[1:].sum()
+
+    def _cpsat(self) -> bool:
+        """One exact run under the present rows. False when it ran out of time."""
+        nodes, edges = counted(self.program, self.rows)
+        net = build_net(without_costs(self.program), None, nodes, edges)
+        Presolve(net, deadline=self.deadline).run()
+        if net.live:
+            options = CpOptions(self.deadline, self.options.seed, self.options.workers)
+            choices, bound = minimise_peak(net, self.program, self.rows, options, self.lower, self.upper)
+        else:
+            choices = np.zeros(len(net.cost), np.int64)
+            used = self.program.usage_over_time(net.complete(choices))
+            bound = max(int(used[r.time]) for r in self.rows)  # no row has a cheaper choice left
+        before = (self.lower, self.upper, len(self.rows))
+        self.lower = max(self.lower, min(bound, self.upper))
+        if choices is not None:
+            self._see(net.complete(choices))
+        return before != (self.lower, self.upper, len(self.rows))
+
+
+def without_costs(program: Program) -> Program:
+    """The same program with every finite cost set to zero (bytes kept)."""
+    nodes = tuple(dataclasses.replace(n, costs=np.where(np.isfinite(n.costs), 0.0, np.inf)) for n in program.nodes)
+    edges = tuple(dataclasses.replace(e, table=np.where(np.isfinite(e.table), 0.0, np.inf)) for e in program.edges)
+    return Program(nodes, edges, program.lifetimes)
