@@ -117,7 +117,9 @@ def training_step(blocks: int, mesh: tuple[int, ...] = (2, 4), seed: int = 0, ca
     tape: list[tuple[int, dict[str, int]]] = []
     x = g.op("embed", [], "btd")
     for i in range(blocks):
-        w = {k: weight(f"{i}/{k}", d) for k, d in zip("qkvougd", ("dh", "dh", "dh", "hd", "df", "df", "fd"), strict=True)}
+        w = {
+            k: weight(f"{i}/{k}", d) for k, d in zip("qkvougd", ("dh", "dh", "dh", "hd", "df", "df", "fd"), strict=True)
+        }
         n1 = g.op(f"{i}/norm1", [(x, "btd")], "btd")
         q, k, v = (g.op(f"{i}/{m}", [(n1, "btd"), (w[m], "dh")], "bth", 2) for m in "qkv")
         scores = g.op(f"{i}/scores", [(q, "bth"), (k, "bth")], "bth", 4)
@@ -128,7 +130,8 @@ def training_step(blocks: int, mesh: tuple[int, ...] = (2, 4), seed: int = 0, ca
         u, gate = (g.op(f"{i}/{m}", [(n2, "btd"), (w[m], "df")], "btf", 2) for m in "ug")
         act = g.op(f"{i}/act", [(u, "btf"), (gate, "btf")], "btf")
         down = g.op(f"{i}/d", [(act, "btf"), (w["d"], "fd")], "btd", 2)
-        names = dict(x=x, n1=n1, qo=q, ko=k, vo=v, scores=scores, mixed=mixed, y=y, n2=n2, uo=u, go=gate, act=act)
+        names = {"x": x, "n1": n1, "qo": q, "ko": k, "vo": v, "scores": scores, "mixed": mixed, "y": y}
+        names |= {"n2": n2, "uo": u, "go": gate, "act": act}
         tape.append((i, names | w))
         x = g.op(f"{i}/add2", [(y, "btd"), (down, "btd")], "btd")
     grad = g.op("loss", [(x, "btd")], "btd")

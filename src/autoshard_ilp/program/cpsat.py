@@ -24,7 +24,7 @@ import numpy as np
 from autoshard_ilp.errors import AutoshardError
 from autoshard_ilp.program.memory import Row
 from autoshard_ilp.program.model import Program
-from autoshard_ilp.program.net import Net
+from autoshard_ilp.program.net import EmptyNodeError, Net
 
 RESOLUTION = 2**34  # integer objective units between the base and the upper bound
 MAX_INT = 2**60
@@ -65,6 +65,9 @@ class _Builder:
         self.y: dict[int, list[tuple[tuple[int, ...], Any]]] = {}
         least = {v: float(net.cost[v][net.alive[v]].min()) for v in net.live}
         table_least = {n: float(f.table.min()) for n, f in net.factors.items()}
+        for n, low in table_least.items():
+            if low == math.inf:
+                raise EmptyNodeError(net.factors[n].scope[0])
         self.base = net.constant + math.fsum(least.values()) + math.fsum(table_least.values())
         self.least, self.table_least = least, table_least
         terms = len(least) + len(table_least)
@@ -236,6 +239,7 @@ def solve_net(
 
     Raises:
         AutoshardError: the model is beyond CP-SAT's integer range.
+        EmptyNodeError: a factor has no finite entry.
     """
     from ortools.sat.python import cp_model
 

@@ -1,0 +1,222 @@
+"""The solver against brute force, each presolve step alone, bounds, determinism, limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard_ilp.errors import InfeasibleError, InputShapeError
+from autoshard_ilp.program import brute_force, minimum_capacity, solve
+from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program.cpsat import CpOptions, solve_net
+from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
+from autoshard_ilp.program.net import EmptyNodeError, build_net
+from autoshard_ilp.program.presolve import STEPS, Presolve
+from autoshard_ilp.program.reduce import compress
+from program_cases import programs, random_program
+from training_case import training_step
+
+OPTIONS = SolverOptions(time_limit=30.0)
+SETTINGS = settings(max_examples=120, deadline=None, derandomize=True)
+
+
+def least_peak(program: Program) -> int | None:
+    """Smallest peak over all finite assignments, by enumeration."""
+    every = itertools.product(*(range(len(n.costs)) for n in program.nodes))
+    return min((program.peak(c) for c in every if math.isfinite(program.cost(c))), default=None)
+
+
+def agree(program: Program) -> None:
+    """solve() and brute_force() give the same answer, and every promise of the solution holds."""
+    expected, found = brute_force(program), solve(program, OPTIONS)
+    assert found.status == expected.status
+    if found.choices is None:
+        return
+    rounding = found.report.get("rounding_error_seconds", 0.0)
+    assert abs(found.objective - expected.objective) <= 1e-9 * abs(expected.objective) + rounding
+    assert found.objective == pytest.approx(program.cost(found.choices), rel=1e-12)
+    assert found.lower_bound <= expected.objective * (1 + 1e-12)
+    assert rounding <= 1e-6 * max(expected.objective, 1e-12)
+    assert found.peak_bytes == program.peak(found.choices)
+    if program.capacity is not None:
+        assert found.peak_bytes <= program.capacity
+
+
+@SETTINGS
+@given(programs())
+def test_same_optimum_as_brute_force(program: Program) -> None:
+    agree(program)
+
+
+@SETTINGS
+@given(programs(memory=True), st.sampled_from([-1, 0, 1, 15]))
+def test_same_optimum_under_memory(program: Program, slack: int) -> None:
+    lowest = least_peak(program)
+    if lowest is not None:
+        agree(dataclasses.replace(program, capacity=max(0, lowest + slack)))
+
+
+@SETTINGS
+@given(programs(memory=True))
+def test_minimum_capacity_is_the_least_peak(program: Program) -> None:
+    lowest = least_peak(program)
+    if lowest is None:
+        with pytest.raises(InfeasibleError, match="finite"):
+            minimum_capacity(program, OPTIONS)
+        return
+    lower, upper, choices = minimum_capacity(program, OPTIONS)
+    assert lower == upper == lowest == program.peak(choices)
+    assert math.isfinite(program.cost(choices))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(program=programs())
+def test_each_presolve_step_keeps_the_optimum(step: str, program: Program) -> None:
+    expected = brute_force(program)
+    try:
+        net = build_net(program)
+        Presolve(net, steps=frozenset({step}), max_degree=9).run()
+    except EmptyNodeError:
+        assert expected.status == "infeasible"
+        return
+    best, cost = None, math.inf
+    for combination in itertools.product(*(net.alive[v] for v in net.live)):
+        choices = np.zeros(len(net.cost), np.int64)
+        choices[net.live] = combination
+        if net.value(choices) < cost:
+            best, cost = choices, net.value(choices)
+    assert math.isclose(cost, expected.objective, rel_tol=1e-9) or cost == expected.objective
+    if best is not None:
+        assert math.isclose(program.cost(net.complete(best)), expected.objective, rel_tol=1e-9, abs_tol=1e-300)
+
+
+@SETTINGS
+@given(programs(), st.floats(0.0, 0.5))
+def test_messages_bound_and_never_remove_the_optimum(program: Program, slack: float) -> None:
+    expected = brute_force(program)
+    if expected.choices is None:
+        return
+    net = build_net(program)
+    Presolve(net, steps=frozenset({"parallel"})).run()
+    for number in list(net.factors):
+        compress(net, number)
+    messages = Messages(net)
+    upper = expected.objective * (1 + slack)
+    for _ in range(6):
+        messages.sweep(upper)
+        assert messages.bound <= expected.objective * (1 + 1e-9)
+    messages.remove_cells(upper)
+    assert messages.apply().value(expected.choices) == pytest.approx(expected.objective, rel=1e-9, abs=1e-15)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(programs())
+def test_cpsat_alone_is_exact_and_its_bound_valid(program: Program) -> None:
+    expected = brute_force(program)
+    try:
+        net = build_net(program)
+        result = solve_net(net, program, (), None, CpOptions(time.monotonic() + 20.0))
+    except EmptyNodeError:
+        assert expected.status == "infeasible"
+        return
+    assert (result.choices is None) == (expected.choices is None)
+    if result.choices is not None:
+        rounding = result.rounding_error_seconds
+        assert abs(program.cost(result.choices) - expected.objective) <= rounding + 1e-9 * expected.objective
+        assert result.bound <= expected.objective * (1 + 1e-12)
+
+
+def test_a_training_step_is_solved_to_optimality_quickly() -> None:
+    program = training_step(3)
+    first = solve(program, OPTIONS)
+    assert first.status == "optimal" and first.gap == 0.0
+    assert first.seconds < 15.0
+    assert len(program.nodes) == 137
+    again = solve(program, OPTIONS)
+    assert (again.choices == first.choices).all()
+    hinted = solve(program, OPTIONS, hint=first.choices)
+    assert hinted.objective == pytest.approx(first.objective, rel=1e-9)
+
+
+def test_a_training_step_under_binding_memory() -> None:
+    program = training_step(1)
+    free = solve(program, OPTIONS)
+    lower, upper, _ = minimum_capacity(program, OPTIONS)
+    assert lower == upper < free.peak_bytes
+    previous = free.objective
+    for part in (0.7, 0.3, 0.0):
+        capacity = int(upper + part * (free.peak_bytes - upper))
+        tight = solve(dataclasses.replace(program, capacity=capacity), OPTIONS)
+        assert tight.status == "optimal" and tight.peak_bytes <= capacity
+        assert tight.objective >= previous * (1 - 1e-9)
+        previous = tight.objective
+    assert solve(dataclasses.replace(program, capacity=upper - 1), OPTIONS).status == "infeasible"
+
+
+def test_time_limit_is_respected_and_the_bound_valid() -> None:
+    program = training_step(6, mesh=(4, 4))
+    began = time.monotonic()
+    short = solve(program, SolverOptions(time_limit=0.3))
+    assert time.monotonic() - began < 1.3
+    if short.choices is not None:
+        assert short.lower_bound <= short.objective
+        assert short.objective == pytest.approx(program.cost(short.choices))
+
+
+def test_keyboard_interrupt_returns_the_best_found() -> None:
+    program = training_step(3)
+    seen = []
+
+    def stop(report: dict) -> None:
+        seen.append(report)
+        raise KeyboardInterrupt
+
+    solution = solve(program, OPTIONS, on_progress=stop)
+    assert seen and solution.choices is not None
+    assert solution.report["interrupted"] is True
+    assert solution.lower_bound <= solution.objective
+
+
+def test_relative_gap_stops_early_and_says_so() -> None:
+    program = training_step(3)
+    rough = solve(program, dataclasses.replace(OPTIONS, relative_gap=0.5))
+    assert rough.gap <= 0.5
+    assert rough.lower_bound <= solve(program, OPTIONS).objective * (1 + 1e-9)
+
+
+def test_malformed_programs_are_refused_by_name() -> None:
+    zero = np.zeros(2)
+    with pytest.raises(InputShapeError, match="node 0"):
+        solve(Program((Node("a", np.array([np.nan])),), ()), OPTIONS)
+    with pytest.raises(InputShapeError, match="edge 0"):
+        edge = Edge(0, 1, np.array([0, 5]), np.array([0, 1]), np.zeros((2, 2)))
+        solve(Program((Node("a", zero), Node("b", zero)), (edge,)), OPTIONS)
+    with pytest.raises(InputShapeError, match="hint"):
+        solve(Program((Node("a", zero),), ()), OPTIONS, hint=np.array([2]))
+    with pytest.raises(InputShapeError, match="assignments"):
+        brute_force(Program(tuple(Node("n", zero) for _ in range(30)), ()))
+
+
+def test_bytes_beyond_a_gigabyte_stay_exact() -> None:
+    big = 10**13
+    nodes = (Node("a", np.array([0.0, 1.0]), np.array([big + 1, big])), Node("b", np.array([0.0]), np.array([7])))
+    lifetimes = Lifetimes(np.zeros(2, bool), np.array([0, 1]), np.array([0, 0]), np.array([3, 2]))
+    program = Program(nodes, (), lifetimes, big + 7)
+    assert solve(program, OPTIONS).choices.tolist() == [1, 0]  # type: ignore[union-attr]
+    assert solve(dataclasses.replace(program, capacity=big + 8), OPTIONS).objective == 0.0
+    assert minimum_capacity(program, OPTIONS)[:2] == (big + 7, big + 7)
+
+
+def test_empty_and_single_programs() -> None:
+    assert solve(Program((), ()), OPTIONS).status == "optimal"
+    assert solve(Program((Node("a", np.array([2.0, 1.0])),), ()), OPTIONS).objective == 1.0
+    assert solve(Program((Node("a", np.array([np.inf])),), ()), OPTIONS).status == "infeasible"
+    assert random_program(0, 3, "tree", "plain").edges[0].u == 0
