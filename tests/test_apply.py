@@ -108,8 +108,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "adam": (
         adam_step,
         (
-            [(normal(i, 16, 16), jnp.zeros(16)) for i in range(3)],
-            tuple([(jnp.ones((16, 16)), jnp.ones(16))] * 3 for _ in range(2)),
+            [(normal(i, 16, 16), jnp.zeros(16)) for i in range(2)],
+            tuple([(jnp.ones((16, 16)), jnp.ones(16))] * 2 for _ in range(2)),
             normal(8, 12, 16),
             normal(9, 12, 16),
         ),
@@ -168,7 +168,7 @@ def test_same_numbers(name: str) -> None:
     assert_same(jax.jit(step)(*jax.tree.leaves(args)), jax.jit(fn)(*args))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_same_numbers_under_any_decisions(name: str, seed: int) -> None:
     fn, args = FUNCTIONS[name]
@@ -272,6 +272,14 @@ def test_batch_grouped_convolutions_are_rewritten(case: tuple[int, ...], most: i
 @pytest.mark.parametrize("layout", [(0, -1), (-1, 3)], ids=str)
 def test_depthwise_gradients_are_right_on_two_axes(layout: tuple[int, int]) -> None:
     fn, args = grouped_kernel_gradient(8, 1, 1, 8)
+    graph = traced(fn, args, hubs=False)
+    step = planned_function(graph, Decisions(results={(0, 0): layout, (1, 0): layout}), make_mesh(), AXES)
+    assert_same(jax.jit(step)(*args), jax.jit(fn)(*args))
+
+
+@pytest.mark.parametrize("layout", [(1, -1), (-1, 2)], ids=str)
+def test_kernel_gradients_are_right_when_the_image_is_sharded(layout: tuple[int, int]) -> None:
+    fn, args = grouped_kernel_gradient(1, 1, 1, 8)
     graph = traced(fn, args, hubs=False)
     step = planned_function(graph, Decisions(results={(0, 0): layout, (1, 0): layout}), make_mesh(), AXES)
     assert_same(jax.jit(step)(*args), jax.jit(fn)(*args))

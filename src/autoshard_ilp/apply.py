@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
@@ -226,6 +226,8 @@ class _Run:
     def equation(self, op: Op, frame: _Frame) -> None:
         with compat.under_name_stack(op.name_stack):
             args = [self.read(frame, op, i) for i in range(len(op.inputs))]
+            if op.primitive == "conv_general_dilated":
+                args = self.whole_windows(op, args)
         if op.primitive == "optimization_barrier":
             outs = list(jax.lax.optimization_barrier(tuple(args)))
         elif op.primitive == "sharding_constraint":
@@ -235,6 +237,23 @@ class _Run:
         with compat.under_name_stack(op.name_stack):
             for j, out in enumerate(outs):
                 self.write(frame, op, j, out)
+
+    def whole_windows(self, op: Op, args: list[Any]) -> list[Any]:
+        """Keeps the image whole in a convolution whose window is as large as its result (a kernel gradient).
+
+        On a mesh of two axes XLA's partitioner sums partial windows over mere copies too, and returns a multiple of the
+        right value. Only operands without a decided layout need this; the rule of a convolution never shards them so.
+        """
+        numbers = op.params["dimension_numbers"]
+        window = [self.graph.tensors[op.inputs[1]].shape[d] for d in numbers.rhs_spec[2:]]
+        result = [self.graph.tensors[op.outputs[0]].shape[d] for d in numbers.out_spec[2:]]
+        if all(w < r for w, r in zip(window, result, strict=True)):
+            return args
+        for i, spatial in enumerate((numbers.lhs_spec[2:], numbers.rhs_spec[2:])):
+            if (op.id, i) not in self.plan.decisions.operands:
+                spec = [None if d in spatial else PartitionSpec.UNCONSTRAINED for d in range(args[i].ndim)]
+                args[i] = jax.lax.with_sharding_constraint(args[i], NamedSharding(self.plan.mesh, PartitionSpec(*spec)))
+        return args
 
     def hub(self, op: Op, frame: _Frame) -> None:
         decided = self.plan.decisions

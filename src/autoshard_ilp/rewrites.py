@@ -84,7 +84,7 @@ def _product_per_position(lhs: Any, rhs: Any, params: Mapping[str, Any], positio
 
 
 def _split(value: Any, dim: int, groups: int, spec: Sequence[int]) -> tuple[Any, dict[int, int]]:
-    """Splits ``dim`` into (groups, rest), the rest left out where it is one; returns where each old dimension is now."""
+    """Splits ``dim`` into (groups, rest), a rest of one left out; returns where each old dimension is now."""
     rest = value.shape[dim] // groups
     if rest == 1:
         return value, {d: d for d in spec}
