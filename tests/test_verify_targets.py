@@ -22,7 +22,7 @@ from autoshard_ilp.verify import targets
 from autoshard_ilp.verify.compiled import memory_bytes
 from autoshard_ilp.verify.hlo import CompiledCollective
 from autoshard_ilp.verify.replica_groups import IRREGULAR
-from autoshard_ilp.verify.report import compare_collectives, verify
+from autoshard_ilp.verify.report import Verification, compare_collectives, verify
 from autoshard_ilp.verify.targets import (
     Target,
     compile_only_mesh,
@@ -65,6 +65,7 @@ BACKENDS = [
         ("tpu-v5e:32", "tpu-v5e:32", 32),
         ("h100:8", "h100:8", 8),
         (" gpu-h100:2x8 ", "h100:2x8", 16),
+        ("h100:1x8", "h100:8", 8),
         ("a100:8", "a100-80:8", 8),
         ("a100_40:4", "a100-40:4", 4),
         ("h200", "h200", None),
@@ -77,7 +78,8 @@ BACKENDS = [
 def test_known_targets(text: str, printed: str, n_devices: int | None) -> None:
     target = parse_target(text)
     assert (str(target), target.n_devices) == (printed, n_devices)
-    assert parse_target(printed) == target == parse_target(target)
+    assert str(parse_target(printed)) == printed
+    assert parse_target(target) is target
 
 
 @pytest.mark.parametrize(
@@ -207,6 +209,7 @@ class FakePlan:
         self.collectives = collectives
         self.memory = SimpleNamespace(peak_bytes=10**6)
         self.cost = SimpleNamespace(flops=3 * LAYERS * 2 * TOKENS * D * D / 8)
+        self.trail: Any = None
         self.weights, self.tokens = (None, ("data", "model")), (("data", "model"),)
 
     def _shardings(self, mesh: Mesh | None) -> tuple[NamedSharding, NamedSharding]:
@@ -282,7 +285,7 @@ def test_own_devices_and_unplanned_collectives() -> None:
 
 
 def test_report_reads_as_text_html_and_table() -> None:
-    report = verify(FakePlan([predicted("all-gather", GATHERED, AXES, 2 * LAYERS)]), "cpu:8")
+    report = verify(FakePlan([predicted("all-to-all", GATHERED, AXES, 2 * LAYERS)]), "cpu:8")
     summary = report.summary()
     for part in ("cpu:8", "all-gather", "data+model", "peak memory", "unplanned"):
         assert part in summary
@@ -328,6 +331,37 @@ def test_an_all_reduce_may_be_written_in_two_halves() -> None:
     rows = compare_collectives([predicted("all-reduce", 10, ("a",), 1)], halves, ("a",), (4,))
     assert all(row.planned for row in rows)
     assert sum(row.compiled_bytes_per_device for row in rows) == sum(row.predicted_bytes_per_device for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("planned", "made", "beyond"),
+    [
+        ([("all-reduce", 10)], [("reduce-scatter", 5), ("all-gather", 5)], 0),
+        ([("reduce-scatter", 5), ("all-gather", 5)], [("all-reduce", 10)], 0),
+        ([("reduce-scatter", 5), ("all-gather", 5)], [("all-reduce", 10), ("all-gather", 5)], 5),
+        ([("all-reduce", 10)], [("all-reduce", 10), ("all-gather", 3)], 3),
+        ([("all-gather", 10)], [("all-to-all", 4), ("all-gather", 9)], 4),
+        ([("all-gather", 10)], [], 0),
+    ],
+)
+def test_bytes_beyond_the_plan(planned: list[tuple[str, int]], made: list[tuple[str, int]], beyond: int) -> None:
+    rows = compare_collectives(
+        [predicted(kind, n_bytes, ("a",), 1) for kind, n_bytes in planned],
+        [compiled(kind, n_bytes, (tuple(range(4)),)) for kind, n_bytes in made],
+        ("a",),
+        (4,),
+    )
+    report = Verification("cpu", rows, (), None, None, {}, None, None, 0.0, "")
+    assert report.unplanned_bytes_per_device == beyond
+    assert "not predicted" in report.summary()
+
+
+def test_the_plans_own_cost_model_is_used() -> None:
+    plan = FakePlan([])
+    model = SimpleNamespace(seconds=lambda kind, axes, payload: 1.0 if axes == (0, 1) else math.nan)
+    plan.trail = SimpleNamespace(costs=SimpleNamespace(collectives=model))
+    report = verify(plan, "cpu:8")
+    assert report.compiled_communication_seconds == 3 * LAYERS
 
 
 def test_memory_is_argument_output_temp_minus_alias() -> None:

@@ -16,7 +16,7 @@ from autoshard_ilp.verify.replica_groups import IRREGULAR
 from autoshard_ilp.verify.targets import Target, compile_only_mesh, parse_target, sized
 
 #: ``seconds(kind, mesh_axes, payload_bytes)``: time of one collective; the payload is ``S`` of ``verify/hlo.py``.
-SecondsOf = Callable[[str, tuple[str, ...], int], float]
+SecondsOf = Callable[[str, tuple[str, ...], int], float | None]
 
 # A compiler may write an all-reduce as reduce-scatter and all-gather, or the reverse: the ring bytes are equal.
 _EQUIVALENT = {
@@ -92,13 +92,28 @@ class Verification:
 
     @property
     def unplanned(self) -> tuple[Row, ...]:
-        """Compiled collectives without a predicted counterpart on the same mesh axes."""
+        """Compiled collectives of a kind that the plan does not have on the same mesh axes, in any equivalent form."""
         return tuple(row for row in self.rows_by_collective if row.compiled_bytes_per_device and not row.planned)
 
     @property
     def unplanned_bytes_per_device(self) -> int:
-        """Bytes per step of :attr:`unplanned`."""
-        return sum(row.compiled_bytes_per_device for row in self.unplanned)
+        """Compiled bytes per step that no predicted bytes account for.
+
+        What a kind sends beyond its prediction on the same mesh axes counts, unless it stands for another kind that
+        sends as much less: an all-reduce for a reduce-scatter and an all-gather, or the reverse.
+        """
+        over: dict[tuple[str, ...], dict[str, int]] = {}
+        for row in self.rows_by_collective:
+            excess = row.compiled_bytes_per_device - row.predicted_bytes_per_device
+            over.setdefault(row.mesh_axes, {})[row.kind] = excess
+        total = 0
+        for kinds in over.values():
+            whole = kinds.pop("all-reduce", 0)
+            halves = [kinds.pop(kind, 0) for kind in ("reduce-scatter", "all-gather")]
+            surplus, deficit = (sum(max(0, sign * half) for half in halves) for sign in (1, -1))
+            total += max(0, whole - deficit) + max(0, surplus - max(0, -whole))
+            total += sum(max(0, excess) for excess in kinds.values())
+        return total
 
     @property
     def predicted_communication_seconds(self) -> float | None:
@@ -131,7 +146,7 @@ class Verification:
                 _ratio(self.predicted_bytes_per_device, self.compiled_bytes_per_device),
             ),
             (
-                "of it unplanned",
+                "of it not predicted",
                 "",
                 _size(self.unplanned_bytes_per_device),
                 "",
@@ -218,7 +233,7 @@ _COLUMNS = (
     "ratio",
     "time predicted",
     "compiled",
-    "",
+    "note",
 )
 
 
@@ -283,8 +298,8 @@ def compare_collectives(
         axes = tuple(name for name in axis_names if name in collective.mesh_axes and size_of[name] > 1)
         if not axes or not collective.bytes_per_device:
             continue
-        entry, count = cell(kind, axes), int(collective.count)
-        entry["p_bytes"] += int(collective.bytes_per_device) * count
+        entry, count = cell(kind, axes), collective.count
+        entry["p_bytes"] += collective.bytes_per_device * count
         entry["p_n"] += count
         time_each = getattr(collective, "seconds", None)
         entry["p_s"].append(None if time_each is None else time_each * count)
@@ -293,16 +308,16 @@ def compare_collectives(
         entry = cell(found.kind, axes)
         entry["c_bytes"] += found.total_bytes_per_device
         entry["c_n"] += found.count
-        known = seconds is not None and axes != IRREGULAR
-        entry["c_s"].append(seconds(found.kind, axes, found.payload_bytes) * found.count if known and seconds else None)
+        time_each = seconds(found.kind, axes, found.payload_bytes) if seconds and axes != IRREGULAR else None
+        entry["c_s"].append(None if time_each is None else time_each * found.count)
     predicted_keys = {key for key, entry in cells.items() if entry["p_n"]}
     rows = [
         Row(
             kind=kind,
             mesh_axes=axes,
-            predicted_bytes_per_device=entry["p_bytes"],
+            predicted_bytes_per_device=round(entry["p_bytes"]),
             compiled_bytes_per_device=entry["c_bytes"],
-            predicted_count=entry["p_n"],
+            predicted_count=round(entry["p_n"]),
             compiled_count=entry["c_n"],
             predicted_seconds=_total(entry["p_s"]),
             compiled_seconds=_total(entry["c_s"]),
@@ -316,6 +331,21 @@ def compare_collectives(
     return tuple(order)
 
 
+def _plan_seconds(plan: Any, axis_names: Sequence[str]) -> SecondsOf | None:
+    """The cost model that a plan was made with, ``plan.trail.costs.collectives``; a loaded plan has none."""
+    costs = getattr(getattr(plan, "trail", None), "costs", None)
+    model = getattr(costs, "collectives", None)
+    if model is None:
+        return None
+
+    def seconds(kind: str, axes: tuple[str, ...], payload_bytes: int) -> float | None:
+        if kind == "collective-broadcast":  # no plan has any, and no profile a price for it
+            return None
+        return float(model.seconds(kind, tuple(axis_names.index(axis) for axis in axes), payload_bytes))
+
+    return seconds
+
+
 def verify(
     plan: Any, target: str | Target | None = None, *, mesh: Any | None = None, seconds: SecondsOf | None = None
 ) -> Verification:
@@ -326,7 +356,7 @@ def verify(
             and ``cost``.
         target: such as ``"tpu-v5e:4x4"`` or ``"h100:8"``; None: the devices of the plan's own mesh.
         mesh: a ``jax.sharding.Mesh`` to compile for in place of a target.
-        seconds: time of one compiled collective under the plan's cost model.
+        seconds: time of one compiled collective; None: the plan's own cost model, where it still has it.
 
     Raises:
         TargetError: unknown target, another number of devices than the mesh, or a compiler that is not installed.
@@ -351,7 +381,11 @@ def verify(
     return Verification(
         target=name,
         rows_by_collective=compare_collectives(
-            plan.collectives, collectives, spec.axis_names, spec.axis_sizes, seconds
+            plan.collectives,
+            collectives,
+            spec.axis_names,
+            spec.axis_sizes,
+            seconds or _plan_seconds(plan, spec.axis_names),
         ),
         collectives=collectives,
         predicted_peak_bytes=None if predicted_peak is None else int(predicted_peak),

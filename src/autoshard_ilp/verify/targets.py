@@ -12,8 +12,9 @@ its library on request. Both libraries can be loaded in one process.
   ``TPU_LOG_DIR`` from writing log files, ``TPU_WORKER_HOSTNAMES`` from complaining that there are no workers.
 * GPU: ``get_topology_desc(platform="cuda", topology="1x1x8", target_config=...)``; the topology is NVLink domains x
   hosts x GPUs per host, and ``target_config`` the GPU's figures as the text form of XLA's GpuTargetConfigProto
-  (``gpus.toml``). XLA:GPU also wants CUDA's ``ptxas`` and ``libdevice``: a CUDA toolkit, or the package
-  ``nvidia-cuda-nvcc-cu12``, which also serves old GPUs such as V100 that newer toolkits dropped. Compiled with ``xla_gpu_autotune_level=0``, since there is nothing to time kernels on.
+  (``gpus.toml``). Compiled with ``xla_gpu_autotune_level=0``, since there is nothing to time kernels on. XLA:GPU also
+  wants CUDA's ``ptxas`` and ``libdevice``: a CUDA toolkit, or the package ``nvidia-cuda-nvcc-cu12``, which also serves
+  old GPUs such as V100 that newer toolkits dropped.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class Target:
 
     def __str__(self) -> str:
         name = f"tpu-{self.kind}" if self.platform == "tpu" else self.kind
-        return f"{name}:{'x'.join(map(str, self.shape))}" if self.shape else name
+        one_host = self.platform == "gpu" and len(self.shape) == 2 and self.shape[0] == 1
+        shape = self.shape[1:] if one_host else self.shape
+        return f"{name}:{'x'.join(map(str, shape))}" if shape else name
 
     @property
     def devices_per_chip(self) -> int:
