@@ -346,7 +346,7 @@ INDEXING = [
     ),
     Case(
         "gather",
-        "(a b c, d e) -> (d c) replicate={a,b,e}",
+        "(a b c, d e) -> (d c) reduction={a,b} replicate={e}",
         lambda x, i: x[i, i],
         ("4 4 6", np.array([1, 3, 0, 2], np.int32)),
     ),

@@ -29,14 +29,14 @@ def gather(op: OpView) -> Rule:
     operand_shape, index_shape = op.in_shapes
     indexed = {int(d) for d in numbers.start_index_map}
     batching = [int(d) for d in numbers.operand_batching_dims]
-    searched = [d for d in indexed if operand_shape[d] > 1 and windows[d] == 1]
+    searched = {d for d in indexed if windows[d] == 1}
     b = Builder()
 
     operand: list[Dim] = []
     for d, size in enumerate(operand_shape):
         if d in batching or windows[d] == size:
             operand.append(b.dim(size))
-        elif searched == [d] and is_summable(op.in_dtypes[0]):
+        elif d in searched and is_summable(op.in_dtypes[0]):
             operand.append(b.dim(size, Kind.REDUCTION))
         else:
             operand.append(b.dim(size, Kind.REPLICATE))
