@@ -51,6 +51,7 @@ def view(primitive: str, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]
     [
         (view("argument", [], [(4, 6)]), "() -> (a b)"),
         (view("constant", [], [(4,)]), "() -> (a)"),
+        (view("empty2", [], [()]), "() -> ()"),
         (view("result", [(4, 6)], []), "(a b) -> ()"),
         (view("loop_slice", [(5, 4, 6)], [(4, 6)]), "(t a b) -> (a b) replicate={t}"),
         (view("loop_stack", [(4, 6)], [(5, 4, 6)]), "(a b) -> (t a b) replicate={t}"),

@@ -7,7 +7,7 @@ from autoshard_ilp.rules.registry import register
 from autoshard_ilp.rules.rule import Kind, OpView, Rule
 
 
-@register("argument", "constant", "empty", "result", "dce_sink")
+@register("argument", "constant", "empty", "empty2", "result", "dce_sink")
 def ends(op: OpView) -> Rule:
     """Where values enter and leave: ``() -> (a b)`` and ``(a b) -> ()``."""
     b = Builder()
