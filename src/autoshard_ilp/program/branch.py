@@ -7,6 +7,7 @@ plans either exceed a row or waste room. Branching on the bytes of one such deci
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,18 @@ if TYPE_CHECKING:
 STEPS = 6
 SWEEPS = 4
 CELLS = 20_000
+SHRINK = 0.75  # presolve again when this part of the strategies is left
+
+
+@dataclass(frozen=True, order=True)
+class Branch:
+    """An open subproblem; ``size`` is its number of strategies when it was last presolved."""
+
+    bound: float
+    number: int
+    net: Net = field(compare=False)
+    prices: np.ndarray = field(compare=False)
+    size: int = field(compare=False)
 
 
 class Tree:
@@ -27,56 +40,63 @@ class Tree:
 
     def __init__(self, owner: Constrained, net: Net, prices: np.ndarray) -> None:
         self.owner, self.search = owner, owner.search
-        self.open: list[tuple[float, int, Net, np.ndarray]] = [(self.search.lower, 0, net, prices)]
+        size = sum(len(net.alive[v]) for v in net.live)
+        self.open = [Branch(self.search.lower, 0, net, prices, size)]
         self.count = 0
-        self.solved = 0
 
     def run(self) -> list[int]:
-        """Times to add as rows; empty when the tree is finished or time is up."""
-        while self.open:
-            self.search.prove(min(self.open[0][0], self.search.upper))
+        """Times to add as rows; empty when time is up. EmptyNodeError: finished, nothing beats the best plan."""
+        dive: Branch | None = None
+        while self.open or dive is not None:
+            bounds = [b.bound for b in (self.open[:1] if dive is None else [dive, *self.open[:1]])]
+            self.search.prove(min(*bounds, self.search.upper))
             if self.owner.stop():
                 return []
-            bound, _, net, prices = heapq.heappop(self.open)
-            try:
-                fresh = self._node(bound, net, prices)
-            except EmptyNodeError:
-                fresh = []
-            self.solved += 1
+            branch = heapq.heappop(self.open) if dive is None else dive
+            dive = None
+            if branch.bound > self.search.upper * (1 + 1e-10):
+                continue
             self.search.report["tree_nodes"] = self.search.report.get("tree_nodes", 0) + 1
+            try:
+                fresh, dive = self._node(branch)
+            except EmptyNodeError:
+                continue
             if fresh:
                 return fresh
-            if self.owner.stop() and not self.open:
-                return []
-        raise EmptyNodeError("tree")  # every branch is closed: nothing beats the best plan
+        raise EmptyNodeError("tree")
 
-    def _node(self, bound: float, net: Net, prices: np.ndarray) -> list[int]:
+    def _node(self, branch: Branch) -> tuple[list[int], Branch | None]:
+        """Bound one branch and split it. Returns times to add, and the child to look at next."""
         from autoshard_ilp.program.constrained import small
 
-        Presolve(net, max_degree=99, max_cells=CELLS, deadline=self.search.deadline).run()
+        net, size = branch.net, branch.size
+        now = sum(len(net.alive[v]) for v in net.live)
+        if now < SHRINK * size:
+            Presolve(net, max_degree=99, max_cells=CELLS, deadline=self.search.deadline).run()
+            now = sum(len(net.alive[v]) for v in net.live)
+            size = now
         if not net.live:
-            return self.owner.settle(net, whole=False)
+            return self.owner.settle(net, whole=False), None
         if small(net):
             fresh, closed = self.owner.cpsat_part(net)
             if not closed:
-                heapq.heappush(self.open, (bound, self._number(), net, prices))
-            return fresh
-        priced = self.owner.price(net, prices, STEPS, SWEEPS)
-        bound = max(bound, priced.bound)
+                heapq.heappush(self.open, branch)
+            return fresh, None
+        priced = self.owner.price(net, branch.prices, STEPS, SWEEPS)
+        bound = max(branch.bound, priced.bound)
         if priced.fresh or self.owner.stop():
-            heapq.heappush(self.open, (bound, self._number(), priced.net, priced.prices))
-            return priced.fresh
+            heapq.heappush(self.open, Branch(bound, self._number(), priced.net, priced.prices, size))
+            return priced.fresh, None
         v, left = self._split(priced)
+        children = []
         for side in (left, ~left):
             child = priced.net.copy()
             cost = child.cost[v].copy()
             cost[child.alive[v][~side]] = np.inf
-            try:
-                child.set_cost(v, cost)
-            except EmptyNodeError:
-                continue
-            heapq.heappush(self.open, (bound, self._number(), child, priced.prices))
-        return []
+            child.set_cost(v, cost)
+            children.append(Branch(bound, self._number(), child, priced.prices, size))
+        heapq.heappush(self.open, children[1])
+        return [], children[0]
 
     def _number(self) -> int:
         self.count += 1

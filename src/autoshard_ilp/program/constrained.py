@@ -19,7 +19,7 @@ from autoshard_ilp.program.infeasible import minimum_capacity
 from autoshard_ilp.program.memory import Owners, Row, counted, violated_times
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Net, build_net
 from autoshard_ilp.program.presolve import Presolve
-from autoshard_ilp.program.prices import PricedRows, PriceSearch, repair
+from autoshard_ilp.program.prices import PricedRows, PriceSearch, polish, repair
 from autoshard_ilp.program.search import Search
 
 FIRST_SWEEPS = 15
@@ -166,7 +166,8 @@ class Constrained:
         search, priced, messages = self.search, PricedRows(net, self.rows, self.capacity), Messages(net)
         planes = PriceSearch(len(self.rows), self.capacity)
         messages.reprice(*priced.charge(prices))
-        current, fresh, plans = prices, [], []
+        current, fresh = prices, list[int]()
+        plans: list[tuple[np.ndarray, bool]] = []
         for x in self.seen[-1:] + ([] if search.best is None else [search.best]):
             planes.cut(self.program.cost(x), self._excess(x))
         for _ in range(sweeps):
@@ -174,10 +175,13 @@ class Constrained:
         planes.update(current, messages.bound)
         stale, best_gap = 0, search.upper - planes.best_bound
         for _ in range(steps):
-            fresh = self._try_plans(net, messages, priced, planes, plans)
+            fresh = self._try_plans(net, messages, priced, planes, plans, current)
             if fresh or self.stop():
                 break
-            current = self._move(messages, priced, current, planes.next(), STEP_SWEEPS)
+            target = planes.next()
+            if np.allclose(target, current, rtol=1e-3, atol=1e-6 * float(target.max(initial=0.0))):
+                break
+            current = self._move(messages, priced, current, target, STEP_SWEEPS)
             planes.update(current, messages.bound)
             now = search.upper - planes.best_bound
             stale = 0 if now < (1 - PROGRESS) * best_gap or math.isinf(now) else stale + 1
@@ -186,7 +190,7 @@ class Constrained:
                 break
         if not fresh and not self.stop():
             current = self._move(messages, priced, current, planes.best, sweeps)
-            fresh = self._try_plans(net, messages, priced, planes, plans)
+            fresh = self._try_plans(net, messages, priced, planes, plans, current)
             messages.remove_cells(search.upper)
         bound = max(messages.bound, planes.best_bound)
         return Priced(self._unprice(messages, priced, current), planes.best, bound, fresh, messages.ruled_out(), plans)
@@ -218,6 +222,7 @@ class Constrained:
         priced: PricedRows,
         planes: PriceSearch,
         plans: list[tuple[np.ndarray, bool]],
+        prices: np.ndarray,
     ) -> list[int]:
         """Decode, learn a cut, offer the plan or its repair. Times at which a plan that fits the rows does not fit."""
         choices = messages.improve(messages.decode())
@@ -229,8 +234,9 @@ class Constrained:
             if repaired is None:
                 return []
             choices = repaired
-            plans.append((choices, False))
-            planes.cut(net.value(choices), priced.usage(choices) - self.capacity)
+        choices = polish(messages, priced, prices, choices)
+        plans.append((choices, False))
+        planes.cut(net.value(choices), priced.usage(choices) - self.capacity)
         return self._offer(net.complete(choices))
 
     def _unprice(self, messages: Messages, priced: PricedRows, prices: np.ndarray) -> Net:

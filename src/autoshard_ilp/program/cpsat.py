@@ -73,14 +73,17 @@ class _Builder:
         terms = len(least) + len(table_least)
         self.span = self._span(upper)
         self.unit = self.span / RESOLUTION if self.span > 0 else 1.0
-        self.rounding = terms * self.unit
+        self.rounding = terms * self.unit if self.span > 0 else 0.0
         self.terms: list[Any] = []
         self.coefficients: list[int] = []
 
     def _span(self, upper: float) -> float:
         """Largest total above ``base`` that matters: up to the upper bound, else the sum of the largest costs."""
         if math.isfinite(upper):
-            return max(0.0, upper - self.base) * (1 + 1e-9)
+            slack = 1e-12 * abs(upper)  # float noise of the sums behind ``base``
+            if self.base > upper + 100 * slack:
+                raise EmptyNodeError("bound")
+            return max(slack, (upper - self.base) * (1 + 1e-9))
         total = 0.0
         for v in self.net.live:
             total += float(self.net.cost[v][self.net.alive[v]].max()) - self.least[v]

@@ -13,6 +13,7 @@ generation algorithms".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -124,9 +125,11 @@ class PriceSearch:
         from scipy.optimize import linprog
 
         scale = max(1, self.capacity)
+        known = self.best * scale
         if self.box is None:
             spread = max((c for c, _ in self.cuts), default=1.0) or 1.0
-            self.box = np.full(self.size, 0.5 * spread)
+            # Around known prices stay near them; without any, let the model speak.
+            self.box = 3.0 * known + (0.2 * known.max() if known.any() else 0.5 * spread)
         rows = np.array([np.concatenate(([1.0], -g)) for _, g in self.cuts])
         limits = np.array([c for c, _ in self.cuts])
         unit = max(float(np.abs(limits).max()), 1e-30)
@@ -175,6 +178,39 @@ def repair(messages: Messages, priced: PricedRows, choices: np.ndarray, rounds: 
             if not (used > priced.capacity).any():
                 break
     return choices if not (priced.usage(choices) > priced.capacity).any() else None
+
+
+def polish(
+    messages: Messages, priced: PricedRows, prices: np.ndarray, choices: np.ndarray, rounds: int = 6
+) -> np.ndarray:
+    """Coordinate descent on true costs from a plan that satisfies all rows, keeping them satisfied."""
+    choices = choices.copy()
+    owners = _owners(priced)
+    charge = priced.charge(prices)[0]
+    used = priced.usage(choices)
+    by_factor = {n for t in priced.terms for n, _, _ in t.factors}
+    for _ in range(rounds):
+        changed = False
+        for v in messages.nodes:
+            if any(p.factor in by_factor for p in messages.ports[v]):
+                continue  # its tables hold bytes too
+            alive = messages.alive[v]
+            total = local_costs(messages, choices, v)
+            if v in charge:
+                total = total - charge[v][alive]
+            for r, count, held in owners.get(v, ()):
+                total[used[r] + count * (held[alive] - held[choices[v]]) > priced.capacity] = np.inf
+            best = int(np.argmin(total))
+            here = total[np.searchsorted(alive, choices[v])]
+            lower = math.isfinite(total[best]) and total[best] < here
+            if lower and (math.isinf(here) or here - total[best] > 1e-12 * abs(here)):
+                before, choices[v] = choices[v], alive[best]
+                for r, count, held in owners.get(v, ()):
+                    used[r] += count * (int(held[choices[v]]) - int(held[before]))
+                changed = True
+        if not changed:
+            break
+    return choices
 
 
 def _owners(priced: PricedRows) -> dict[int, list[tuple[int, int, np.ndarray]]]:
