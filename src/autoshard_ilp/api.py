@@ -144,6 +144,7 @@ def _profile(hardware: Any, mesh: MeshSpec) -> tuple[Any, str | None]:
     if isinstance(hardware, str) and ":" in hardware and not hardware.endswith(".toml"):
         hardware, _, shape = hardware.partition(":")
     profile = load_profile(hardware)
+    shape = shape if profile.torus is not None else None  # "h100:8" says how many, which the mesh says already
     if found is not None and found != "cpu-host" and load_profile(found).family != profile.family:
         raise ProfileError(
             f"The profile must be for the mesh's own devices (CPU devices may stand in for any). Received: "

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from autoshard_ilp.costs.memory import fusible
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
-from autoshard_ilp.sharding import local_bytes
+from autoshard_ilp.sharding import WHOLE, local_bytes
 
 OBJECTIVES = ("step_time", "communication")
 TIE_BREAK = 1e-6
@@ -87,11 +88,28 @@ def build_program(
 def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: list[np.ndarray]) -> Edge:
     seconds, copies = flow_table(table, flow)
     u, v = table.classes[flow.u].results[flow.result], operand_labels(table, flow)
+    copies = np.where(_only_sliced(table, flow, u.layouts, v.layouts), 0, copies) if copies.any() else copies
     if copies.any() and _counts(table, flow):
         for op_id, operand in flow.uses:
             start, end = _copy_lifetime(table, flow, op_id)
             account.hold(True, index, start, end, "gathered", _label(table, op_id, operand))
     return Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, flow.count * seconds, copies)
+
+
+def _only_sliced(table: CostTable, flow: Flow, starts: Sequence[Any], ends: Sequence[Any]) -> np.ndarray:
+    """Where a fused consumer, or any consumer of a fused tensor, reads just its slice: no copy is written."""
+    op = table.graph.ops[flow.uses[0][0]]
+    tensor = flow_tensor(table, flow)
+    root = int(table.buffers.root[tensor.id])
+    if table.buffers.stored[root] and not (fusible(op) and op.primitive != "hub"):
+        return np.zeros((len(starts), len(ends)), bool)
+    return np.array([[_is_slice(a, b) for b in ends] for a in starts])
+
+
+def _is_slice(start: Any, end: Any) -> bool:
+    if not start or not end or isinstance(end[0], str):
+        return False
+    return all(a in (b, WHOLE) for a, b in zip(start, end, strict=True))
 
 
 def _counts(table: CostTable, flow: Flow) -> bool:

@@ -12,7 +12,7 @@ minimises memory does so, since an update frees a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,10 +26,11 @@ VIEWS = frozenset(
 """Operations whose result shares its operand's buffer (or is a free slice of it)."""
 
 EXPENSIVE = frozenset(
-    "exp exp2 expm1 log log1p tanh tan sin cos sinh cosh asin acos atan atan2 erf erfc erf_inv logistic pow div rsqrt "
-    "sqrt cbrt lgamma digamma rem random_bits threefry2x32 integer_pow_big".split()
+    "exp exp2 expm1 log log1p tanh tan sin cos sinh cosh asin acos atan atan2 erf erfc erf_inv logistic pow "
+    "lgamma digamma random_bits threefry2x32".split()
 )
-"""Elementwise operations that XLA does not duplicate into several consumers (HloInstruction expensive opcodes)."""
+"""Elementwise operations that XLA does not recompute in several consumers: transcendental functions and random bits.
+Divisions and square roots are on XLA's list as well, but its GPU and TPU cost models duplicate them freely."""
 
 UNFUSIBLE = frozenset(
     "dot_general ragged_dot conv_general_dilated gather scatter scatter-add scatter_add scatter-mul scatter-min "
@@ -92,6 +93,8 @@ def analyse(graph: Graph) -> Buffers:
                 _region_start(graph, producer, time) if producer.primitive == "loop_stack" else time[t.producer]
             )
             end[t.id] = horizon if t.id in held_to_end else max(last_use[t.id], start[t.id]) + 1
+    for t_id in _overwritten(graph, root, stored, last_use, time):
+        end[t_id] = max(end[t_id] - 1, start[t_id] + 1)
     return Buffers(stored, start, end, root, _reads(graph, root, stored), last_use, time, horizon)
 
 
@@ -178,6 +181,24 @@ def _last_uses(graph: Graph, root: np.ndarray, stored: np.ndarray, time: np.ndar
         if root[t] != t:
             last[root[t]] = max(last[root[t]], last[t])
     return last
+
+
+def _overwritten(
+    graph: Graph, root: np.ndarray, stored: np.ndarray, last_use: np.ndarray, time: np.ndarray
+) -> Iterator[int]:
+    """Buffers that a fused operation reads for the last time and overwrites with a result of the same size."""
+    for op in graph.ops:
+        written = [t for t in op.outputs if stored[t]]
+        if not written or not fusible(op) or op.primitive in ("argument", "constant"):
+            continue
+        size = graph.tensors[written[0]].bytes
+        for t in dict.fromkeys(int(root[t]) for t in op.inputs):
+            producer = graph.tensors[t].producer
+            if producer is None or graph.ops[producer].primitive in ("argument", "constant"):
+                continue
+            if stored[t] and last_use[t] == time[op.id] and graph.tensors[t].bytes == size:
+                yield t
+                break
 
 
 def _region_ends(graph: Graph, time: np.ndarray) -> dict[int, int]:
