@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 STEPS = 6
 SWEEPS = 4
-CELLS = 20_000
+CELLS = 5_000
 SHRINK = 0.75  # presolve again when this part of the strategies is left
 
 
