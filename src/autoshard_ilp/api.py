@@ -178,15 +178,27 @@ def trace_step(model: Any, mesh: MeshSpec, **options: Any) -> tuple[Step, Any]:
 
 def graph_of(traced: Any) -> Step:
     """The graph of a Keras step, hubs inserted."""
+    return step_of(traced, (traced.state, traced.batch), (0,), traced)
+
+
+def step_of(infos: Any, args: tuple[Any, ...], donated: tuple[int, ...], traced: Any = None) -> Step:
+    """The graph of any traced step, hubs inserted.
+
+    Args:
+        infos: has ``closed_jaxpr``, ``arguments``, ``results`` (both with paths), ``aliases`` and ``out_tree``.
+        args: pytree of ``jax.ShapeDtypeStruct`` per positional argument.
+        donated: positional arguments whose buffers the results take over.
+        traced: the Keras trace, or None for a plain function.
+    """
     from autoshard_ilp.graph import build_graph, insert_hubs
 
     graph = build_graph(
-        traced.closed_jaxpr,
-        argument_paths=[a.path for a in traced.arguments],
-        result_paths=[r.path for r in traced.results],
-        aliases=traced.aliases,
+        infos.closed_jaxpr,
+        argument_paths=[a.path for a in infos.arguments],
+        result_paths=[r.path for r in infos.results],
+        aliases=infos.aliases,
     )
-    return Step(insert_hubs(graph), (traced.state, traced.batch), traced.out_tree, (0,), traced)
+    return Step(insert_hubs(graph), args, infos.out_tree, donated, traced)
 
 
 def plan_step(
