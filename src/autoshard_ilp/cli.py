@@ -1,0 +1,348 @@
+"""The command line, ``autoshard plan | verify | profiles``.
+
+Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 no plan fits the budget and the pins, 2 input
+that makes no sense (usage errors too), 3 a fault of this program, 130 interrupted. What is slow to import is imported
+inside the commands, so that ``--help`` and usage errors are immediate.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autoshard_ilp import __version__
+from autoshard_ilp.console import (
+    INTERRUPTED,
+    only_ascii,
+    prepare,
+    print_json,
+    print_text,
+    quiet_native_logs,
+    reported,
+    say,
+    width,
+)
+from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError, PlanFileError
+
+app = typer.Typer(
+    name="autoshard",
+    help="Provably optimal sharding of Keras 3 models on JAX, without an accelerator attached.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"autoshard-ilp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _factory(model: str, sequence_length: int | None) -> Callable[[], Any]:
+    """The builder of a model named on the command line, its libraries loaded quietly."""
+    with quiet_native_logs():
+        from autoshard_ilp.models import load_model_factory
+
+        factory = load_model_factory(model, sequence_length=sequence_length)
+        if model.startswith("hub:"):
+            with contextlib.suppress(ImportError):  # the factory says what to install
+                import keras_hub  # noqa: F401
+    return factory
+
+
+# -- pins --------------------------------------------------------------------------------------------------------------
+
+
+def parse_pins(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Reads ``--pin`` options: ``REGEX=SPEC``, with one entry of SPEC per dimension.
+
+    Args:
+        texts: such as ``'query/kernel=(None, "model")'``, or without quotes ``query/kernel=None,data+model``; ``-``
+            stands for None, as in a plan's summary. The last ``=`` separates.
+
+    Raises:
+        InputShapeError: no ``=``, an entry that is no axis, or one regular expression with two layouts.
+    """
+    pins: dict[str, tuple[Any, ...]] = {}
+    for text in texts:
+        pattern, equals, spec = text.rpartition("=")
+        if not equals or not pattern:
+            raise InputShapeError(
+                f"A pin is REGEX=SPEC, such as 'query/kernel=(None, \"model\")' or 'query/kernel=None,model'. "
+                f"Received: {text!r}."
+            )
+        entries = _spec(spec.strip(), text)
+        if pins.get(pattern, entries) != entries:
+            raise InputShapeError(
+                f"A regular expression is pinned once. Received: {pattern!r} with {pins[pattern]} and {entries}."
+            )
+        pins[pattern] = entries
+    return pins
+
+
+def _spec(text: str, pin: str) -> tuple[Any, ...]:
+    try:
+        value = ast.literal_eval(text)
+        entries = tuple(value) if isinstance(value, tuple | list) else (value,)
+    except (ValueError, SyntaxError):
+        inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
+        parts = [part.strip() for part in inner.removesuffix(",").split(",")]
+        entries = tuple(None if p in ("None", "-") else tuple(p.split("+")) if "+" in p else p for p in parts)
+    for entry in entries:
+        names = entry if isinstance(entry, tuple | list) else (entry,)
+        if entry is not None and not all(isinstance(n, str) and re.fullmatch(r"[^\s()\[\],'\"+]+", n) for n in names):
+            raise InputShapeError(
+                f"A pin's layout has, per dimension, None, a mesh axis, or a tuple of mesh axes. Received: {pin!r}. "
+                'Write it as (None, "model") or None,data+model.'
+            )
+    return tuple(tuple(e) if isinstance(e, list) else e for e in entries)
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+
+
+@app.command()
+@reported
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="hub:PRESET (hub:llama3_8b, hub:gpt2_small?layers=2) or module:factory.")
+    ],
+    mesh: Annotated[str, typer.Option(help="Axes of the device mesh, such as data=4,model=4.")],
+    hardware: Annotated[
+        str | None, typer.Option(help="Profile name (autoshard profiles), tpu-v5e:4x4, or a TOML. [default: cpu-host]")
+    ] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="Per device: 16GB, 16GiB or bytes. [default: what the hardware has]")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Global batch. [default: 32, rounded up]")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Size of unknown dimensions, such as tokens.")] = None,
+    mode: Annotated[str, typer.Option(help="train (the whole step) or predict (forward only).")] = "train",
+    objective: Annotated[str, typer.Option(help="step_time or communication.")] = "step_time",
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="REGEX=SPEC, repeatable: 'query/kernel=(None, \"model\")' or query/kernel=None,model."),
+    ] = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds for the solver.", min=0.0)] = 60.0,
+    relative_gap: Annotated[float, typer.Option(help="Stop at this gap; 0 proves optimality.", min=0.0)] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the solver.")] = 0,
+    workers: Annotated[int | None, typer.Option(help="Solver threads. [default: all cores]", min=1)] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="An operation without a sharding rule is an error.")] = False,
+    baseline: Annotated[
+        list[str] | None, typer.Option(help="Compare with data_parallel, fsdp, zero1, megatron, ...; repeatable.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest layout of every tensor of a model's step on a mesh, and prove it."""
+    prepare()
+    from autoshard_ilp import api
+    from autoshard_ilp.mesh import parse_mesh
+    from autoshard_ilp.program.model import SolverOptions
+
+    spec = parse_mesh(mesh)
+    budget: str | int | None = int(memory_budget) if memory_budget and memory_budget.isdecimal() else memory_budget
+    pins = parse_pins(pin or [])
+    solver = SolverOptions(time_limit=time_limit, relative_gap=relative_gap, seed=seed, workers=workers)
+    api.check_request(spec, budget, hardware, pins, objective, solver)  # before the slow part
+    _check_writable(output)
+    options: dict[str, Any] = {
+        "hardware": hardware,
+        "batch_size": batch_size,
+        "sequence_length": sequence_length,
+        "mode": mode,
+        "objective": objective,
+        "solver": solver,
+        "strict": strict,
+    }
+    with contextlib.redirect_stdout(sys.stderr):  # a model's own prints are no result
+        factory = _factory(model, sequence_length)
+        found = api.optimize(factory, spec, budget, pins=pins or None, **options)
+        others = {name: _baseline(name, factory, spec, budget, options) for name in baseline or []}
+    origin = {
+        "model": model,
+        "batch_size": found.batch_size,
+        "sequence_length": sequence_length,
+        "mode": mode,
+        "hardware": hardware or found.hardware,
+    }
+    _show(_with_origin(found, origin), others, output, as_json)
+
+
+def _with_origin(found: Any, origin: Mapping[str, Any]) -> Any:
+    from dataclasses import replace
+
+    return replace(found, origin=dict(origin))
+
+
+def _check_writable(output: Path | None) -> None:
+    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+        raise PlanFileError(
+            f"A plan is written to a file in a directory that exists. Received: --output {output}. "
+            "Create the directory, or name another file."
+        )
+
+
+def _baseline(name: str, factory: Any, mesh: Any, budget: Any, options: Mapping[str, Any]) -> Any:
+    """The baseline's plan, or why it does not fit."""
+    from autoshard_ilp import baseline
+
+    try:
+        return baseline(factory, mesh, name, memory_budget=budget, **options)
+    except InfeasibleError as error:
+        return error
+
+
+def _show(found: Any, others: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
+    from autoshard_ilp.planfile import to_dict
+    from autoshard_ilp.summary import comparison, text
+
+    if output is not None:
+        found.save(output)
+    if as_json:
+        data = to_dict(found)
+        if others:
+            data["baselines"] = {
+                name: {"infeasible": str(other), "minimum_budget": other.minimum_budget}
+                if isinstance(other, InfeasibleError)
+                else {k: v for k, v in to_dict(other).items() if k in ("status", "specs", "cost", "memory", "gap")}
+                for name, other in others.items()
+            }
+        return print_json(data)
+    print_text(text(found, width(), only_ascii=only_ascii()).rstrip())
+    if others:
+        print_text(comparison({"this plan": found, **others}, width(), only_ascii=only_ascii()).rstrip())
+    if output is not None:
+        say(f"written to {output}")
+    return None
+
+
+@app.command()
+@reported
+def verify(
+    plan_file: Annotated[Path, typer.Argument(help="A plan written by autoshard plan --output.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Compile for tpu-v5e:4x4, h100:8, cpu:8, ... [default: the plan's hardware]"),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Build this model instead of the one that the plan names.")] = None,
+    hlo: Annotated[Path | None, typer.Option(help="Write the compiled program's text to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile a plan for real hardware, without the hardware, and compare with what was predicted."""
+    prepare()
+    from autoshard_ilp.api import load
+    from autoshard_ilp.verify.targets import parse_target
+
+    stored = load(plan_file)
+    origin = stored.origin
+    if model is None and not origin.get("model"):
+        raise PlanFileError(
+            f"Verifying needs the model that a plan was made for. Received: {plan_file}, which names none. "
+            "Pass --model module:factory or --model hub:PRESET."
+        )
+    where = parse_target(target or stored.hardware.replace("cpu-host", "cpu"))
+    if where.platform == "cpu":
+        _virtual_cpu_devices(stored.mesh.size)
+    sequence_length = origin.get("sequence_length")
+    with contextlib.redirect_stdout(sys.stderr):
+        factory = _factory(model or str(origin["model"]), sequence_length)
+        bound = stored.bind(factory, sequence_length=sequence_length)
+        with quiet_native_logs():
+            checked = bound.verify(where, seconds=_seconds_of(stored))
+    if hlo is not None:
+        hlo.write_text(checked.text, encoding="utf-8")
+    if as_json:
+        return print_json(_verification(checked))
+    return print_text(checked.summary())
+
+
+def _virtual_cpu_devices(count: int) -> None:
+    import jax
+
+    with contextlib.suppress(RuntimeError):  # backends already run; the target's own check says what to do
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def _seconds_of(stored: Any) -> Callable[[str, tuple[str, ...], int], float | None] | None:
+    """The cost model of a plan's hardware, to price compiled collectives; None when its profile cannot be found."""
+    from autoshard_ilp.costs.collectives import CollectiveCosts
+    from autoshard_ilp.costs.profile import COLLECTIVE_KINDS, load_profile
+    from autoshard_ilp.costs.topology import MeshLinks
+
+    name, _, shape = str(stored.origin.get("hardware") or stored.hardware).partition(":")
+    try:
+        profile = load_profile(name)
+    except AutoshardError:
+        return None
+    names = stored.mesh.axis_names
+    costs = CollectiveCosts(MeshLinks.create(profile, names, stored.mesh.axis_sizes, shape or None))
+
+    def seconds(kind: str, axes: tuple[str, ...], payload_bytes: int) -> float | None:
+        if kind not in COLLECTIVE_KINDS:
+            return None
+        return float(costs.seconds(kind, tuple(names.index(axis) for axis in axes), payload_bytes))
+
+    return seconds
+
+
+def _verification(checked: Any) -> dict[str, Any]:
+    names = (
+        "target",
+        "predicted_bytes_per_device",
+        "compiled_bytes_per_device",
+        "unplanned_bytes_per_device",
+        "predicted_peak_bytes",
+        "compiled_peak_bytes",
+        "predicted_flops",
+        "compiled_flops",
+        "predicted_communication_seconds",
+        "compiled_communication_seconds",
+        "compile_seconds",
+    )
+    return {**{n: getattr(checked, n) for n in names}, "memory": dict(checked.memory), "collectives": checked.rows()}
+
+
+@app.command()
+@reported
+def profiles(as_json: Json = False) -> None:
+    """List the hardware profiles and their main figures."""
+    from dataclasses import asdict
+
+    from autoshard_ilp.costs.profile import load_profile
+    from autoshard_ilp.costs.profile import profiles as names
+    from autoshard_ilp.summary import profile_table
+
+    found = [load_profile(name) for name in names()]
+    if as_json:
+        return print_json([asdict(p) for p in found])
+    return print_text(profile_table(found, width(), only_ascii=only_ascii()).rstrip())
+
+
+def main() -> None:
+    """Entry point of the ``autoshard`` command."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        say("interrupted")
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,123 @@
+"""What every command of the command line shares: exit codes, printing for any locale, quiet native libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import typer
+
+from autoshard_ilp.errors import AutoshardError, InfeasibleError
+
+INFEASIBLE, BAD_INPUT, FAULT, INTERRUPTED = 1, 2, 3, 130
+"""Exit codes other than 0."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def reported(command: Callable[P, R]) -> Callable[P, R]:
+    """Turns errors into one message on stderr and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except InfeasibleError as error:
+            say(f"infeasible: {error}")
+            raise typer.Exit(INFEASIBLE) from None
+        except AutoshardError as error:
+            say(f"error: {error}")
+            raise typer.Exit(BAD_INPUT) from None
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            if os.environ.get("AUTOSHARD_TRACEBACK"):
+                raise
+            say(f"unexpected {type(error).__name__}: {error}\nSet AUTOSHARD_TRACEBACK=1 to see where it came from.")
+            raise typer.Exit(FAULT) from None
+
+    return run
+
+
+def say(message: str) -> None:
+    """One message on stderr, whatever the locale can print."""
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    print(message.encode(encoding, "replace").decode(encoding), file=sys.stderr)
+
+
+def print_text(text: str) -> None:
+    """A result on stdout, whatever the locale can print."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding))
+
+
+def print_json(data: Any) -> None:
+    """One JSON document on stdout; numbers that JSON does not have become null."""
+    print(json.dumps(_finite(data), allow_nan=False, indent=2))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def width() -> int:
+    """Columns of the terminal (or of COLUMNS); 120 where output is no terminal."""
+    return max(40, shutil.get_terminal_size((120, 40)).columns)
+
+
+def only_ascii() -> bool:
+    return not (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+
+
+def prepare() -> None:
+    """Planning needs no device; Keras must run on JAX; native libraries shall keep to themselves."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+
+_NATIVE_NOISE = re.compile(rb"([IW]\d{4} \d|\d{4}-\d\d-\d\d .*: [IW] |WARNING: All log messages before absl)")
+
+
+@contextlib.contextmanager
+def quiet_native_logs() -> Iterator[None]:
+    """Holds back what native libraries write to stderr and drops their notes and warnings.
+
+    Abseil's logging writes to file descriptor 2 before it reads any setting. The rest is passed on afterwards.
+    """
+    try:
+        sys.stderr.flush()
+        kept = os.dup(2)
+    except (OSError, ValueError):
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            held.seek(0)
+            for line in held:
+                if not _NATIVE_NOISE.match(line):
+                    os.write(2, line)
