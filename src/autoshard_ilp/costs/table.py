@@ -166,7 +166,7 @@ def _classes(
         reads = tuple(i for i, t in enumerate(op.inputs) if t in buffers.reads[op.id])
         signatures.append(
             (view.primitive, view.in_shapes, view.out_shapes, view.in_dtypes, view.out_dtypes, str(rule), op.phase)
-            + (op.count, stored, reads, restriction_key(op), op.params.get("first") is None)
+            + (op.count, stored, reads, restriction_key(op), op.params.get("first") is None, _is_batch(op))
         )
     windows = [ARGUMENT_WINDOW if op.primitive in BOUNDARY else WINDOW for op in graph.ops]
     classes = fold(signatures, windows)
@@ -197,7 +197,7 @@ def _price(
         tuple(
             (j, t.shape, t.itemsize)
             for j, t in enumerate(outs)
-            if buffers.stored[t.id] and op.primitive not in BOUNDARY
+            if (buffers.stored[t.id] and op.primitive not in BOUNDARY) or _is_batch(op)
         ),
         ins[0].dtype if ins else (outs[0].dtype if outs else "float32"),
     )
@@ -221,6 +221,11 @@ def _price(
     own = [m for m in members if graph.ops[m].primitive != "result" or op.primitive == "result"]
     count = sum(graph.ops[m].count for m in own)
     return OpClass(tuple(own), rule, strategies, count, compute_s, comm_s, operands, results)
+
+
+def _is_batch(op: Op) -> bool:
+    """Whether an argument is part of the batch: it is written anew every step, so a sharded copy is cheaper."""
+    return op.primitive == "argument" and op.path.partition("/")[0] in ("inputs", "targets", "sample_weight")
 
 
 def _strategies(
