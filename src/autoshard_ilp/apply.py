@@ -34,11 +34,14 @@ class Decisions:
         operands: (op id, operand index) -> the layout in which the op reads that operand.
         results: (op id, result index) -> the layout of that result; for ``argument`` ops, how the argument arrives.
         regather: ids of backward hubs that gather again instead of sharing the copy of their forward hub.
+        via: (op id, operand index) -> layouts to pass through on the way, in order. A partitioner asked for several
+            changes at once may gather the whole tensor; one step at a time it does what was priced.
     """
 
     operands: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
     results: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
     regather: frozenset[int] = frozenset()
+    via: Mapping[tuple[int, int], tuple[Layout, ...]] = field(default_factory=dict)
 
 
 def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
@@ -194,8 +197,14 @@ class _Run:
             return value
         key = (tensor, layout)
         if key not in frame.copies:
-            frame.copies[key] = self.plan.constrain(value, tensor, layout)
+            frame.copies[key] = self.reshard(value, op, i, layout)
         return frame.copies[key]
+
+    def reshard(self, value: Any, op: Op, i: int, layout: Layout | None) -> Any:
+        """``value`` on its way into operand i of ``op``, one decided layout after the other."""
+        for between in self.plan.decisions.via.get((op.id, i), ()):
+            value = self.plan.constrain(value, op.inputs[i], between)
+        return self.plan.constrain(value, op.inputs[i], layout)
 
     def array(self, frame: _Frame, op: Op, i: int) -> Any:
         """As :meth:`read`; a literal becomes an array of its exact type."""
@@ -260,7 +269,7 @@ class _Run:
         layout = decided.results.get((op.id, 0))
         first = op.params.get("first")
         if op.id in decided.regather and layout is not None and layout != self.plan.layout(op.inputs[0]):
-            self.write(frame, op, 0, self.tied(op, frame))
+            frame.values[op.outputs[0]] = self.reshard(self.tied(op, frame), op, 0, layout)
         elif first is not None and layout is not None and decided.results.get((first, 0)) == layout:
             frame.values[op.outputs[0]] = frame.get(self.graph.ops[first].outputs[0])
         elif decided.operands.get((op.id, 0)) == layout:

@@ -9,6 +9,7 @@ from typing import Any
 
 from autoshard_ilp.costs.table import CostTable
 from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.report import flow_steps
 from autoshard_ilp.sharding import Layout
 
 Choice = tuple[tuple[Layout | None, ...], tuple[Layout, ...]]
@@ -23,11 +24,13 @@ class Placement:
         choices: distinct (operand layouts, result layouts).
         of_op: index into ``choices`` per op id.
         fingerprint: of the graph that the placement belongs to.
+        via: (op id, operand index, layouts in between) of reshardings of several steps, in priced order.
     """
 
     choices: tuple[Choice, ...]
     of_op: tuple[int, ...]
     fingerprint: str
+    via: tuple[tuple[int, int, tuple[Layout, ...]], ...] = ()
 
     def of(self, op_id: int) -> Choice:
         """Operand and result layouts of one operation."""
@@ -45,7 +48,16 @@ def place(table: CostTable, chosen: Sequence[int]) -> Placement:
         if op.primitive == "result" and strategy.results:  # shares the decision of the argument that it replaces
             choice = ((strategy.results[0],), ())
         of_op.append(names.setdefault(choice, len(names)))
-    return Placement(tuple(names), tuple(of_op), fingerprint(table.graph))
+    return Placement(tuple(names), tuple(of_op), fingerprint(table.graph), _detours(table, chosen))
+
+
+def _detours(table: CostTable, chosen: Sequence[int]) -> tuple[tuple[int, int, tuple[Layout, ...]], ...]:
+    found = []
+    for flow in table.flows:
+        between = tuple(dict.fromkeys(step.after for step in flow_steps(table, flow, chosen)))[:-1]
+        if between:
+            found.extend((op_id, operand, between) for op_id, operand in flow.uses)
+    return tuple(found)
 
 
 def fingerprint(graph: Graph) -> str:
@@ -72,7 +84,8 @@ def decisions(graph: Graph, placement: Placement) -> Any:
             if graph.tensors[op.outputs[j]].shape:
                 results[op.id, j] = layout
     regather = frozenset(op.id for op in graph.ops if _gathers_again(graph, op, placement))
-    return Decisions(operands, results, regather)
+    via = {(op_id, operand): layouts for op_id, operand, layouts in placement.via}
+    return Decisions(operands, results, regather, via)
 
 
 def _gathers_again(graph: Graph, op: Op, placement: Placement) -> bool:

@@ -118,5 +118,10 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         cost=Cost(**data["cost"]),
         collectives=tuple(PlannedCollective(**{**x, "mesh_axes": tuple(x["mesh_axes"])}) for x in data["collectives"]),
         memory=Memory(**memory),
-        placement=Placement(choices, tuple(stored["of_op"]), stored["fingerprint"]),
+        placement=Placement(
+            choices,
+            tuple(stored["of_op"]),
+            stored["fingerprint"],
+            tuple((int(op), int(i), tuple(layout(lay) for lay in between)) for op, i, between in stored["via"]),
+        ),
     )

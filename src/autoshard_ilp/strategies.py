@@ -168,6 +168,8 @@ def _resolutions(
         layout = list(results[0])
         for axis, dim in zip(partial_axes, choice, strict=True):
             layout[axis] = dim
+        if len(set(choice) - {WHOLE}) > 1:
+            continue  # XLA turns a scatter onto two dimensions at once into an all-reduce
         if not _scatter_fits(tuple(layout), results[0], partial_axes, result_shapes[0], axis_sizes):
             continue
         by_dim: dict[int, list[int]] = {}
