@@ -66,6 +66,9 @@ def _factory(model: str, sequence_length: int | None) -> Callable[[], Any]:
         if model.startswith("hub:"):
             with contextlib.suppress(ImportError):  # the factory says what to install
                 import keras_hub  # noqa: F401
+        import jax
+
+        jax.devices()  # plugins load now
     return factory
 
 
@@ -269,7 +272,7 @@ def verify(
         factory = _factory(model or str(origin["model"]), sequence_length)
         bound = stored.bind(factory, sequence_length=sequence_length)
         with quiet_native_logs():
-            checked = bound.verify(where, seconds=_seconds_of(stored))
+            checked = bound.verify(str(where), seconds=_seconds_of(stored))
     if hlo is not None:
         hlo.write_text(checked.text, encoding="utf-8")
     if as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoshard_ilp.errors import InfeasibleError
+from autoshard_ilp.render import rendered, room, size, table, wrapped
 from autoshard_ilp.sharding import local_bytes
 from autoshard_ilp.units import format_bytes, format_seconds
 
@@ -105,123 +105,116 @@ def _with_slots(found: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Any:
-    """A table without vertical lines; the first ``left`` columns are text, the others figures."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
-    for position, name in enumerate(columns):
-        text = position < left
-        table.add_column(name, justify="left" if text else "right", overflow="fold", no_wrap=not text)
-    return table
-
-
-def _size(n_bytes: float) -> str:
-    """Bytes in one decimal unit."""
-    return format_bytes(n_bytes).partition(" (")[0]
-
-
-def _headline(plan: Any) -> Any:
-    from rich.text import Text
-
+def _headline(plan: Any) -> str:
     batch = f", global batch {plan.batch_size}" if plan.batch_size else ""
-    return Text(f"{plan.mode} step on {plan.mesh} ({plan.mesh.size} x {plan.hardware}){batch}", style="bold")
+    return f"{plan.mode} step on {plan.mesh} ({plan.mesh.size} x {plan.hardware}){batch}"
 
 
-def _layout_table(plan: Any) -> Any:
+def _layout_table(plan: Any, width: int) -> Any:
     found = grouped(plan)
     worth = [r for r in found if r["role"] not in ("seed", "metric") and r["shape"]]
     small = 1e-4 * sum(r["bytes_per_device"] for r in worth)
-    shown = [r for r in worth if r["bytes_per_device"] >= small or r["role"] in ("input", "target")]
-    largest = sorted(shown, key=lambda r: -r["bytes_per_device"])[:MAX_LAYOUTS]
-    keep = {id(r) for r in largest}
-    shown = [r for r in shown if id(r) in keep]
+    worth = [r for r in worth if r["bytes_per_device"] >= small or r["role"] in ("input", "target")]
+    kept = {id(r) for r in sorted(worth, key=lambda r: -r["bytes_per_device"])[:MAX_LAYOUTS]}
+    shown = [r for r in worth if id(r) in kept]
     common = Counter(r["dtype"] for r in shown).most_common(1)
     dtype = common[0][0] if common else ""
     slots = any(r["slots"] for r in shown)
+    lines = [_layout_cells(r, dtype, slots) for r in shown]
     columns = ["variable or input", "layout", "shape", "n", *(["slots"] if slots else []), "per device"]
-    table = _table(f"Layouts ({dtype} unless said; - is whole)", *columns, left=2)
-    for r in shown:
-        shape = "x".join(map(str, r["shape"])) + ("" if r["dtype"] == dtype else f" {r['dtype']}")
-        extra = [f"+{r['slots']}" if r["slots"] else ""] if slots else []
-        table.add_row(r["path"], r["spec"], shape, str(r["count"]), *extra, _size(r["bytes_per_device"]))
-    hidden = sum(r["count"] * (1 + r["slots"]) for r in found if id(r) not in keep)
-    notes = ["+slots: optimizer variables laid out alike, counted in the bytes."] if slots else []
-    if hidden:
-        notes.append(f"{hidden} smaller variables not shown.")
-    table.caption, table.caption_justify = " ".join(notes) or None, "left"
-    return table
+    if narrow := room(width, columns, lines) < 36:  # the layout goes below its path
+        columns, lines = [columns[0], *columns[3:]], [[f"{x[0]}\n{x[1]}", *x[3:]] for x in lines]
+    hidden = sum(r["count"] * (1 + r["slots"]) for r in found if id(r) not in kept)
+    notes = ["slots: optimizer variables laid out alike, their bytes counted here."] if slots else []
+    notes += [f"{hidden} small variables are not shown."] if hidden else []
+    title = f"Layouts ({dtype} unless said; - stands for a whole dimension)"
+    lines = _as_tree(lines, room(width, columns, lines) if not narrow else max(20, width - 30))
+    return table(title, columns, lines, left=1 if narrow else 2, note=" ".join(notes))
 
 
-def _cost_table(plan: Any) -> Any:
-    table = _table("Predicted step", "cost", "time", "share")
+def _layout_cells(row: Mapping[str, Any], dtype: str, slots: bool) -> list[str]:
+    shape = "x".join(map(str, row["shape"])) + ("" if row["dtype"] == dtype else f" {row['dtype']}")
+    extra = [f"+{row['slots']}" if row["slots"] else ""] if slots else []
+    return [row["path"], row["spec"], shape, str(row["count"]), *extra, size(row["bytes_per_device"])]
+
+
+def _as_tree(lines: Sequence[list[str]], width: int) -> list[list[str]]:
+    """Lines of one layer under its name. The first cell is a path, perhaps with more below it."""
+    result: list[list[str]] = []
+    layers = Counter(line[0].partition("/")[0] for line in lines)
+    current = None
+    for cells in lines:
+        path, *below = cells[0].split("\n")
+        layer, _, rest = path.partition("/")
+        inside = bool(rest) and layers[layer] > 1
+        if inside and layer != current:
+            result.append([layer, *[""] * (len(cells) - 1)])
+        current = layer if inside else None
+        indent = "  " if inside else ""
+        first = [wrapped(rest if inside else path, width, indent), *(f"{indent}  {text}" for text in below)]
+        result.append(["\n".join(first), *cells[1:]])
+    return result
+
+
+def _cost_table(plan: Any, width: int) -> Any:
     total = plan.cost.total_s or 1.0
     items = [("compute", plan.cost.compute_s)]
-    items += [(f"{kind}", s) for kind, s in sorted(plan.cost.per_kind.items(), key=lambda x: -x[1])]
+    items += sorted(plan.cost.per_kind.items(), key=lambda x: -x[1])
     items += [(f"  over {axis}", s) for axis, s in sorted(plan.cost.per_axis.items(), key=lambda x: -x[1])]
-    for name, seconds in [*items, ("total", plan.cost.total_s)]:
-        table.add_row(name, format_seconds(seconds), f"{seconds / total:.1%}")
-    return table
+    items.append(("total", plan.cost.total_s))
+    lines = [(name, format_seconds(seconds), f"{seconds / total:.1%}") for name, seconds in items]
+    return table("Predicted step", ("cost", "time", "share"), lines)
 
 
-def _collective_table(plan: Any) -> Any:
+def _collective_table(plan: Any, width: int) -> Any:
     """The dearest collectives, those of the same kind, size and place together."""
-    together: dict[tuple, list[float]] = {}
+    scopes = Counter(c.operation.partition("/")[0] for c in plan.collectives if c.operation.count("/") > 1)
+    top = f"{scopes.most_common(1)[0][0]}/" if scopes else ""  # the model's own name says nothing
+    together: dict[tuple[str, ...], tuple[float, float]] = {}
     for c in plan.collectives:
-        named = "/" in c.tensor
-        what = c.tensor if named else f"{c.tensor} in {c.operation}"
-        key = (c.kind, "+".join(c.mesh_axes), _size(int(c.bytes_per_device)), _NUMBER.sub("*", what) if named else what)
-        entry = together.setdefault(key, [0.0, 0.0])
-        entry[0] += c.count
-        entry[1] += c.seconds * c.count
+        named = c.tensor if "/" in c.tensor else f"{c.operation.removeprefix(top).removesuffix('/hub')} {c.tensor}"
+        path, _, rest = named.partition(" ")
+        what = f"{_NUMBER.sub('*', path) if c.count > 1 else path} {rest}".rstrip()
+        key = (what, c.kind, "+".join(c.mesh_axes), size(int(c.bytes_per_device)))
+        count, seconds = together.get(key, (0.0, 0.0))
+        together[key] = (count + c.count, seconds + c.seconds * c.count)
     order = sorted(together.items(), key=lambda item: -item[1][1])
-    table = _table("Dearest collectives", "collective of", "kind", "over", "bytes each", "n", "time", left=3)
-    for (kind, axes, size, what), (count, seconds) in order[:MAX_COLLECTIVES]:
-        table.add_row(what, kind, axes, size, f"{count:g}", format_seconds(seconds))
+    lines = [[*key, f"{n:g}", format_seconds(s)] for key, (n, s) in order[:MAX_COLLECTIVES]]
+    columns = ["collective of", "kind", "over", "bytes each", "n", "time"]
+    if narrow := bool(lines) and room(width, columns, lines) < 36:
+        columns = [columns[0], *columns[4:]]
+        lines = [[f"{x[0]}\n  {x[1]} {x[2]} {x[3]}", *x[4:]] for x in lines]
+    space = max(20, width - 24) if narrow or not lines else room(width, columns, lines)
+    for cells in lines:
+        path, *below = cells[0].split("\n")
+        cells[0] = "\n".join([wrapped(path, space), *below])
     rest = sum(seconds for _, (_, seconds) in order[MAX_COLLECTIVES:])
-    caption = f"and {len(order) - MAX_COLLECTIVES} more, {format_seconds(rest)} together" if rest else None
-    table.caption, table.caption_justify = caption if order else "none", "left"
-    return table
+    note = f"{len(order) - MAX_COLLECTIVES} more take {format_seconds(rest)} together." if rest else ""
+    note = note if order else "none"
+    return table("Dearest collectives", columns, lines, left=1 if narrow else 3, note=note)
 
 
-def _memory_table(plan: Any) -> Any:
+def _memory_table(plan: Any, width: int) -> Any:
     budget = plan.memory.budget_bytes
-    table = _table("Memory per device at the peak", "part", "bytes", "of budget")
-    for name, size in [*plan.memory.parts.items(), ("peak", plan.memory.peak_bytes), ("budget", budget or 0)]:
-        if size:
-            total = name in ("peak", "budget")
-            table.add_row(name, (format_bytes if total else _size)(size), f"{size / budget:.1%}" if budget else "")
-    return table
+    lines = []
+    for name, held in [*plan.memory.parts.items(), ("peak", plan.memory.peak_bytes), ("budget", budget or 0)]:
+        if held:
+            readable = format_bytes(held) if name in ("peak", "budget") else size(held)
+            lines.append((name, readable, f"{held / budget:.1%}" if budget else ""))
+    return table("Memory per device at the peak", ("part", "bytes", "of budget"), lines)
 
 
-def _proof(plan: Any) -> Any:
-    from rich.text import Text
-
+def _proof(plan: Any, width: int) -> str:
     bound = format_seconds(plan.lower_bound) if math.isfinite(plan.lower_bound) else "none"
     lines = [f"{plan.status}: total {format_seconds(plan.cost.total_s)}, lower bound {bound}, gap {plan.gap:.2%}"]
     lines += [f"note: {note}" for note in plan.notes]
     lines += [f"kept whole, no rule: {name}" for name in plan.unknown]
     if plan.timings:
         lines.append("planned in " + ", ".join(f"{stage} {s:.2f} s" for stage, s in plan.timings.items()))
-    return Text("\n".join(lines))
+    return "\n".join(lines)
 
 
 # -- whole documents ---------------------------------------------------------------------------------------------------
-
-
-class _Ascii(io.StringIO):
-    encoding = "ascii"  # type: ignore[assignment]  # rich draws its lines with what this can hold
-
-
-def _rendered(parts: Iterable[Any], width: int, only_ascii: bool) -> str:
-    from rich.console import Console
-
-    out = _Ascii() if only_ascii else io.StringIO()
-    console = Console(file=out, width=width, color_system=None, markup=False, highlight=False)
-    for part in parts:
-        console.print(part)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def text(plan: Any, width: int | None = None, *, only_ascii: bool = False) -> str:
@@ -232,8 +225,9 @@ def text(plan: Any, width: int | None = None, *, only_ascii: bool = False) -> st
         width: in columns; None: 120.
         only_ascii: draw lines with ASCII characters, for locales that have no others.
     """
-    tables = (_layout_table, _cost_table, _collective_table, _memory_table)
-    return _rendered([_headline(plan), *(make(plan) for make in tables), _proof(plan)], width or 120, only_ascii)
+    columns = width or 120
+    makers = (_layout_table, _cost_table, _collective_table, _memory_table, _proof)
+    return rendered([_headline(plan), *(make(plan, columns) for make in makers)], columns, only_ascii)
 
 
 def html(plan: Any) -> str:
@@ -251,34 +245,39 @@ def comparison(plans: Mapping[str, Any], width: int | None = None, *, only_ascii
             compared with the first.
         width, only_ascii: see :func:`text`.
     """
-    table = _table("Comparison", "plan", "step", "of first", "compute", "communication", "peak memory")
+    lines = []
     first: float | None = None
     for name, plan in plans.items():
         if isinstance(plan, InfeasibleError):
-            needs = f"needs {_size(plan.minimum_budget)}" if plan.minimum_budget else ""
-            table.add_row(name, "does not fit", "", "", "", needs)
+            needs = f"needs {size(plan.minimum_budget)}" if plan.minimum_budget else ""
+            lines.append([name, "does not fit", "", "", "", needs])
             continue
         cost = plan.cost
         first = cost.total_s if first is None else first
         times = [format_seconds(s) for s in (cost.total_s, cost.compute_s, cost.communication_s)]
         ratio = f"{cost.total_s / first:.2f} x" if first else ""
-        table.add_row(name, times[0], ratio, *times[1:], _size(plan.memory.peak_bytes))
-    return _rendered([table], width or 120, only_ascii)
+        lines.append([name, times[0], ratio, *times[1:], size(plan.memory.peak_bytes)])
+    columns = ("plan", "step", "of first", "compute", "communication", "peak memory")
+    return rendered([table("Comparison", columns, lines)], width or 120, only_ascii)
 
 
 def profile_table(profiles: Iterable[Any], width: int | None = None, *, only_ascii: bool = False) -> str:
     """Main figures of hardware profiles (:class:`~autoshard_ilp.costs.profile.HardwareProfile`), one line each."""
-    table = _table("Hardware profiles, per device", "profile", "bf16 matmul", "memory", "bandwidth", "link", "domain")
+    lines = []
     for p in profiles:
         peak = p.peak_flops_per_s("bfloat16") / p.matmul_efficiency
-        torus = f"{p.torus.dims}D torus" if p.torus else p.link_kind
-        table.add_row(
-            p.name,
-            f"{peak / 1e12:.4g} TFLOP/s",
-            _size(p.memory_bytes),
-            f"{p.memory_bytes_per_s / 1e9:.4g} GB/s",
-            f"{torus}, {p.link_bytes_per_s / 1e9:.4g} GB/s",
-            str(p.domain_devices),
+        link = f"{p.torus.dims}D torus" if p.torus else p.link_kind
+        lines.append(
+            [
+                p.name,
+                f"{peak / 1e12:.4g} TFLOP/s",
+                size(p.memory_bytes),
+                f"{p.memory_bytes_per_s / 1e9:.4g} GB/s",
+                f"{link}, {p.link_bytes_per_s / 1e9:.4g} GB/s",
+                str(p.domain_devices),
+            ]
         )
     note = "Links: one way, nominal; one link of a torus, else all of a device. Domain: devices on fast links."
-    return _rendered([table, note], width or 120, only_ascii)
+    columns = ("profile", "bf16 matmul", "memory", "bandwidth", "link", "domain")
+    made = table("Hardware profiles, figures per device", columns, lines, note=note)
+    return rendered([made], width or 120, only_ascii)

@@ -1,0 +1,82 @@
+"""Tables as plain text, for terminals of any width and locale (rendered by rich)."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from autoshard_ilp.units import format_bytes
+
+GAP = 3
+"""Columns between two cells of a table."""
+
+
+def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int = 1, note: str = "") -> Any:
+    """A table without vertical lines.
+
+    Args:
+        title: above the table.
+        columns: their headings.
+        lines: cells.
+        left: that many first columns are text, the others figures.
+        note: below the table.
+    """
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
+    made.caption, made.caption_justify = note or None, "left"
+    for position, name in enumerate(columns):
+        made.add_column(name, justify="left" if position < left else "right", overflow="fold")
+    for cells in lines:
+        made.add_row(*cells)
+    return made
+
+
+def room(width: int, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> int:
+    """Columns that are left for the first cell of a table of this width."""
+    widest = [max(len(text) for text in texts) for texts in list(zip(columns, *lines, strict=True))[1:]]
+    return width - sum(widest) - GAP * len(widest) - 2
+
+
+def wrapped(path: str, width: int, indent: str = "") -> str:
+    """A path in lines of at most ``width`` columns, broken after ``/`` or a space, or ``_`` where a part is longer."""
+    limit = max(width, 16)
+    lines = [indent]
+    for part in re.findall(r".+?(?:[/ ]|$)", path):
+        pieces = re.findall(r".+?(?:_|$)", part) if len(part) + len(indent) + 4 > limit else [part]
+        for piece in pieces:
+            if lines[-1].strip() and len(lines[-1]) + len(piece.rstrip()) > limit:
+                lines.append(indent + "    ")
+            lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in one decimal unit."""
+    return format_bytes(n_bytes).partition(" (")[0]
+
+
+class _Ascii(io.StringIO):
+    encoding = "ascii"  # type: ignore[assignment]  # rich draws its lines with what this can hold
+
+
+def rendered(parts: Iterable[Any], width: int, only_ascii: bool = False) -> str:
+    """Tables and texts as lines of plain text.
+
+    Args:
+        parts: rich renderables, or texts.
+        width: in columns.
+        only_ascii: draw lines with ASCII characters, for locales that have no others.
+    """
+    from rich.console import Console
+
+    texts = []
+    for part in parts:
+        out = _Ascii() if only_ascii else io.StringIO()
+        options: dict[str, Any] = {"color_system": None, "markup": False, "highlight": False, "legacy_windows": False}
+        Console(file=out, width=width, **options).print(part)
+        texts.append("\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines()))
+    return "\n\n".join(texts) + "\n"
