@@ -54,6 +54,7 @@ def optimize(
     pins: Mapping[str, Any] | None = None,
     objective: str = "step_time",
     solver: SolverOptions | None = None,
+    remat: str = "auto",
     strict: bool = False,
     progress: Any = None,
 ) -> Plan:
@@ -73,6 +74,8 @@ def optimize(
         pins: ``{regex on a path: PartitionSpec or tuple}``, always honoured or named as the conflict.
         objective: "step_time" or "communication".
         solver: time limit, gap, seed, ...
+        remat: "never", "selective" or "full" (see :mod:`autoshard_ilp.remat`); "auto" takes the first of them that
+            fits the budget.
         strict: an unknown primitive is an error instead of being kept whole.
         progress: None: shown on a terminal or in a notebook; True, False, or a callable that receives dictionaries.
 
@@ -86,6 +89,7 @@ def optimize(
         InfeasibleError: no plan fits the budget and the pins; carries the smallest budget that does.
     """
     request = check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
+    policies = _policies(remat, mode)
     with Progress(progress).running() as shown:
         with shown.stage("trace"):
             options = {
@@ -97,9 +101,15 @@ def optimize(
                 "mode": mode,
             }
             traced = trace(model, request.mesh, **options)
-        with shown.stage("graph"):
-            step = graph_of(traced)
-        return plan_step(step, traced, request, shown, mode=mode, batch_size=traced.batch_size)
+        for policy in policies:
+            with shown.stage("graph"):
+                step = graph_of(traced, policy)
+            try:
+                return plan_step(step, traced, request, shown, mode=mode, batch_size=traced.batch_size)
+            except InfeasibleError:
+                if policy == policies[-1]:
+                    raise
+        raise AssertionError("unreachable: there is always a policy")
 
 
 def check_request(
@@ -126,6 +136,17 @@ def check_request(
     if strict:
         options = replace(options, strict=True)
     return Request(where, profile, shape, capacity, pins, objective, options, restriction)
+
+
+def _policies(remat: str, mode: str) -> tuple[str, ...]:
+    """Rematerialisation policies to try, in order."""
+    from autoshard_ilp.remat import POLICIES
+
+    if remat not in ("auto", *POLICIES):
+        raise InputShapeError(f"remat is one of {('auto', *POLICIES)}. Received: {remat!r}.")
+    if mode != "train":
+        return ("never",)
+    return POLICIES if remat == "auto" else (remat,)
 
 
 def _profile(hardware: Any, mesh: MeshSpec) -> tuple[Any, str | None]:
@@ -171,17 +192,20 @@ def trace(model: Any, mesh: MeshSpec, **options: Any) -> Any:
 
 
 def trace_step(model: Any, mesh: MeshSpec, **options: Any) -> tuple[Step, Any]:
-    """Trace and graph in one go."""
+    """Trace and graph in one go; ``remat`` among the options."""
+    remat = options.pop("remat", "never")
     traced = trace(model, mesh, **options)
-    return graph_of(traced), traced
+    return graph_of(traced, remat), traced
 
 
-def graph_of(traced: Any) -> Step:
+def graph_of(traced: Any, remat: str = "never") -> Step:
     """The graph of a Keras step, hubs inserted."""
-    return step_of(traced, (traced.state, traced.batch), (0,), traced)
+    return step_of(traced, (traced.state, traced.batch), (0,), traced, remat)
 
 
-def step_of(infos: Any, args: tuple[Any, ...], donated: tuple[int, ...], traced: Any = None) -> Step:
+def step_of(
+    infos: Any, args: tuple[Any, ...], donated: tuple[int, ...], traced: Any = None, remat: str = "never"
+) -> Step:
     """The graph of any traced step, hubs inserted.
 
     Args:
@@ -189,8 +213,10 @@ def step_of(infos: Any, args: tuple[Any, ...], donated: tuple[int, ...], traced:
         args: pytree of ``jax.ShapeDtypeStruct`` per positional argument.
         donated: positional arguments whose buffers the results take over.
         traced: the Keras trace, or None for a plain function.
+        remat: rematerialisation policy.
     """
     from autoshard_ilp.graph import build_graph, insert_hubs
+    from autoshard_ilp.remat import rematerialise
 
     graph = build_graph(
         infos.closed_jaxpr,
@@ -198,7 +224,7 @@ def step_of(infos: Any, args: tuple[Any, ...], donated: tuple[int, ...], traced:
         result_paths=[r.path for r in infos.results],
         aliases=infos.aliases,
     )
-    return Step(insert_hubs(graph), args, infos.out_tree, donated, traced)
+    return Step(insert_hubs(rematerialise(graph, remat)), args, infos.out_tree, donated, traced, remat)
 
 
 def plan_step(
@@ -295,6 +321,7 @@ def _assemble(
     origin: dict[str, Any],
 ) -> Plan:
     from autoshard_ilp.placement import place
+    from autoshard_ilp.remat import recomputed_scopes
     from autoshard_ilp.report import peak_memory, planned_collectives, total_cost
 
     graph, choices = step.graph, solution.choices
@@ -327,6 +354,8 @@ def _assemble(
         unknown=table.unknown,
         notes=notes,
         origin=origin,
+        remat_policy=step.remat,
+        remat=recomputed_scopes(graph),
         executable=step,
         trail=Trail(getattr(infos, "closed_jaxpr", None), graph, table, built.program, built, solution),
     )

@@ -128,7 +128,8 @@ class _Plan:
             if producer is None or producer >= hub.id or tensor == hub.inputs[0]:
                 return False
             op = graph.ops[producer]
-            return op.phase == "backward" and op.region == hub.region and op.primitive not in ("hub", "constant")
+            made_here = op.primitive in ("hub", "recompute", "constant") or op.params.get("recomputed")
+            return op.phase == "backward" and op.region == hub.region and not made_here
 
         def origin(tensor: int) -> int:
             producer = graph.tensors[tensor].producer
@@ -226,6 +227,9 @@ class _Run:
         elif op.primitive == "hub":
             with compat.under_name_stack(op.name_stack):
                 self.hub(op, frame)
+        elif op.primitive == "recompute":
+            with compat.under_name_stack(op.name_stack):
+                self.write(frame, op, 0, self.tied(op, frame))
         elif op.primitive == "loop_invariant":
             self.write(frame, op, 0, self.read(frame, op, 0))
         elif op.eqn is not None or op.primitive == "optimization_barrier":
@@ -278,7 +282,7 @@ class _Run:
             self.write(frame, op, 0, self.read(frame, op, 0))
 
     def tied(self, op: Op, frame: _Frame) -> Any:
-        """The operand of a hub, still in its own layout, unavailable before a value of the backward pass is."""
+        """The operand of a hub or recompute, in its own layout, unavailable before a value of the backward pass is."""
         plan, tensor = self.plan, op.inputs[0]
         value = self.value(frame, tensor)
         anchor = plan.anchor(op)

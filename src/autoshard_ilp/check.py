@@ -82,6 +82,7 @@ _ARITY = {  # primitive: (operands, results); None: any number
     "while_cond": (None, 0),
     "branch_merge": (None, 1),
     "hub": (1, 1),
+    "recompute": (1, 1),
 }
 
 
@@ -98,7 +99,7 @@ def _arity(g: Graph) -> Iterator[str]:
 def _shapes(g: Graph) -> Iterator[str]:
     for op in g.ops:
         ins, outs = [g.tensors[t].shape for t in op.inputs], [g.tensors[t].shape for t in op.outputs]
-        if op.primitive in ("loop_invariant", "hub", "loop_carry", "branch_merge", "optimization_barrier"):
+        if op.primitive in ("loop_invariant", "hub", "recompute", "loop_carry", "branch_merge", "optimization_barrier"):
             same = ins == outs if op.primitive == "optimization_barrier" else len({*ins, *outs}) == 1
         elif op.primitive == "loop_slice":
             same = ins[0] == (op.params["length"], *outs[0])

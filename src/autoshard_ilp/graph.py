@@ -15,6 +15,7 @@ operations carry how often they run per step, joined to the outside by pseudo-op
 ``while_cond``          the condition of a while loop, kept whole; reads loop carries and invariants, no result
 ``branch_merge``        one operand per branch, one result
 ``hub``                 identity that stands between a tensor and several of its consumers (see :func:`insert_hubs`)
+``recompute``           identity behind which activations are computed again (see :mod:`autoshard_ilp.remat`)
 ======================  =====================================================================================
 
 Every other operation is one jaxpr equation (or the ``optimization_barrier`` that stands over the inputs of a
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 PSEUDO_OPERATIONS = frozenset(
     {"argument", "constant", "result", "loop_slice", "loop_stack", "loop_invariant", "loop_carry", "while_cond"}
-    | {"branch_merge", "hub"}
+    | {"branch_merge", "hub", "recompute"}
 )
 #: Consumers that a hub never stands in front of: they tie a value to another one, or read it from inside a loop.
 _NOT_BEHIND_HUBS = frozenset({"result", "loop_carry", "loop_slice", "loop_stack", "branch_merge", "while_cond", "hub"})

@@ -36,6 +36,7 @@ class Step:
         out_tree: tree structure of the results.
         donated: positional arguments whose buffers the results take over.
         traced: the Keras trace, or None for a plain function.
+        remat: rematerialisation policy that the graph was rewritten under.
     """
 
     graph: Graph
@@ -43,6 +44,7 @@ class Step:
     out_tree: Any
     donated: tuple[int, ...]
     traced: Any = None
+    remat: str = "never"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,7 @@ class Plan:
         status: "optimal" or "feasible"; ``lower_bound`` in seconds; ``gap`` = (total - bound) / total.
         timings: seconds per stage.
         placement: layouts of every operation.
+        remat_policy, remat: rematerialisation policy, and the layers whose activations are recomputed under it.
         unknown: unknown primitives with their source lines, kept whole.
         notes: what the plan takes for granted, e.g. tied layers.
         origin: how the command line finds the model again (spec, batch_size, sequence_length).
@@ -92,6 +95,8 @@ class Plan:
     gap: float
     timings: Mapping[str, float]
     placement: Placement
+    remat_policy: str = "never"
+    remat: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     origin: Mapping[str, Any] = field(default_factory=dict)
@@ -231,7 +236,7 @@ class Plan:
         """
         from autoshard_ilp.api import trace_step
 
-        options = {"batch_size": self.batch_size, "mode": self.mode, **inputs}
+        options = {"batch_size": self.batch_size, "mode": self.mode, "remat": self.remat_policy, **inputs}
         step, _ = trace_step(model, self.mesh, **options)
         self._check_same(step)
         from dataclasses import replace

@@ -66,7 +66,19 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """A plan as plain data."""
-    simple = ("hardware", "mode", "batch_size", "objective", "status", "lower_bound", "gap", "unknown", "notes")
+    simple = (
+        "remat_policy",
+        "remat",
+        "hardware",
+        "mode",
+        "batch_size",
+        "objective",
+        "status",
+        "lower_bound",
+        "gap",
+        "unknown",
+        "notes",
+    )
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -109,6 +121,8 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
     return Plan(
         mesh=MeshSpec(tuple(data["mesh"]["axis_names"]), tuple(int(s) for s in data["mesh"]["axis_sizes"])),
         **{name: data[name] for name in names},
+        remat_policy=data["remat_policy"],
+        remat=tuple(data["remat"]),
         unknown=tuple(data["unknown"]),
         notes=tuple(data["notes"]),
         timings=dict(data["timings"]),

@@ -21,7 +21,7 @@ from autoshard_ilp.graph import Graph, Op
 
 VIEWS = frozenset(
     "reshape squeeze expand_dims transpose bitcast_convert_type copy copy_p stop_gradient hub loop_invariant loop_slice "
-    "branch_merge optimization_barrier sharding_constraint random_wrap random_unwrap loop_carry".split()
+    "recompute branch_merge optimization_barrier sharding_constraint random_wrap random_unwrap loop_carry".split()
 )
 """Operations whose result shares its operand's buffer (or is a free slice of it)."""
 
