@@ -29,7 +29,7 @@ from autoshard_ilp.console import (
     say,
     width,
 )
-from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError, PlanFileError
+from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError, PlanFileError, UnsupportedModelError
 
 app = typer.Typer(
     name="autoshard",
@@ -69,7 +69,19 @@ def _factory(model: str, sequence_length: int | None) -> Callable[[], Any]:
         import jax
 
         jax.devices()  # plugins load now
-    return factory
+
+    def build() -> Any:
+        try:
+            return factory()
+        except AutoshardError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"The model's factory must build a model. Received: {model!r}, which raised {type(error).__name__}: "
+                f"{error}"
+            ) from error
+
+    return build
 
 
 # -- pins --------------------------------------------------------------------------------------------------------------
@@ -169,6 +181,7 @@ def plan(
     solver = SolverOptions(time_limit=time_limit, relative_gap=relative_gap, seed=seed, workers=workers)
     api.check_request(spec, budget, hardware, pins, objective, solver)  # before the slow part
     _check_writable(output)
+    _check_baselines(baseline or [])
     options: dict[str, Any] = {
         "hardware": hardware,
         "batch_size": batch_size,
@@ -204,6 +217,14 @@ def _check_writable(output: Path | None) -> None:
             f"A plan is written to a file in a directory that exists. Received: --output {output}. "
             "Create the directory, or name another file."
         )
+
+
+def _check_baselines(names: Sequence[str]) -> None:
+    from autoshard_ilp.baselines import BASELINES
+
+    for name in names:
+        if name not in BASELINES:
+            raise InputShapeError(f"A baseline is one of {', '.join(BASELINES)}. Received: {name!r}.")
 
 
 def _baseline(name: str, factory: Any, mesh: Any, budget: Any, options: Mapping[str, Any]) -> Any:

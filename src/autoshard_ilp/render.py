@@ -78,5 +78,5 @@ def rendered(parts: Iterable[Any], width: int, only_ascii: bool = False) -> str:
         out = _Ascii() if only_ascii else io.StringIO()
         options: dict[str, Any] = {"color_system": None, "markup": False, "highlight": False, "legacy_windows": False}
         Console(file=out, width=width, **options).print(part)
-        texts.append("\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines()))
+        texts.append("\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n"))
     return "\n\n".join(texts) + "\n"

@@ -257,7 +257,9 @@ def comparison(plans: Mapping[str, Any], width: int | None = None, *, only_ascii
         times = [format_seconds(s) for s in (cost.total_s, cost.compute_s, cost.communication_s)]
         ratio = f"{cost.total_s / first:.2f} x" if first else ""
         lines.append([name, times[0], ratio, *times[1:], size(plan.memory.peak_bytes)])
-    columns = ("plan", "step", "of first", "compute", "communication", "peak memory")
+    columns = ["plan", "step", "of first", "compute", "communication", "peak memory"]
+    if lines and room(width or 120, columns, lines) < max(len(line[0]) for line in lines):
+        columns, lines = [*columns[:3], columns[5]], [[*line[:3], line[5]] for line in lines]
     return rendered([table("Comparison", columns, lines)], width or 120, only_ascii)
 
 
@@ -278,6 +280,8 @@ def profile_table(profiles: Iterable[Any], width: int | None = None, *, only_asc
             ]
         )
     note = "Links: one way, nominal; one link of a torus, else all of a device. Domain: devices on fast links."
-    columns = ("profile", "bf16 matmul", "memory", "bandwidth", "link", "domain")
+    columns = ["profile", "bf16 matmul", "memory", "bandwidth", "link", "domain"]
+    if lines and room(width or 120, columns, lines) < max(len(line[0]) for line in lines):
+        columns, lines = [*columns[:3], columns[4]], [[*line[:3], line[4]] for line in lines]
     made = table("Hardware profiles, figures per device", columns, lines, note=note)
     return rendered([made], width or 120, only_ascii)

@@ -1,0 +1,256 @@
+"""The command line: results on stdout, messages on stderr, exit codes, no traceback."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import cli_models  # noqa: F401  # its folder is on the path under pytest
+from autoshard_ilp import api, cli
+from autoshard_ilp.cli import app, parse_pins
+from autoshard_ilp.console import FAULT
+from autoshard_ilp.errors import InputShapeError, PlanFileError
+
+PLAN = ("plan", "cli_models:small", "--mesh", "data=2,model=4", "--batch-size", "16")
+
+
+def run(*arguments, environment=None):
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "110", **(environment or {})})
+
+
+def fails(code, *arguments):
+    """The message of a run that must end with this exit code and print nothing else."""
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    result = run(*PLAN, "--hardware", "tpu-v5e", "--memory-budget", "1GB", "-o", path)
+    assert result.exit_code == 0, result.output
+    assert "building a model" not in result.stdout
+    for part in ("train step on data=2, model=4 (8 x tpu-v5e), global batch 16", "first", "1.0 GB", "optimal: total"):
+        assert part in result.stdout
+    return path
+
+
+def test_a_saved_plan_says_how_to_build_its_model(plan_file):
+    plan = api.load(plan_file)
+    assert plan.status == "optimal"
+    assert plan.memory.budget_bytes == 10**9
+    expected = {"model": "cli_models:small", "batch_size": 16, "sequence_length": None, "mode": "train"}
+    assert {k: plan.origin[k] for k in expected} == expected
+    assert plan.origin["hardware"] == "tpu-v5e"
+
+
+def test_json_is_one_document_and_pins_are_kept():
+    result = run(*PLAN, "--json", "--pin", 'first/kernel$=(None, "model")', "--baseline", "data_parallel")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["format"] == "autoshard-ilp plan"
+    assert plan["specs"]["first/kernel"] == [None, "model"]
+    assert plan["origin"]["model"] == "cli_models:small"
+    assert plan["baselines"]["data_parallel"]["cost"]["total_s"] >= plan["cost"]["total_s"] > 0
+
+
+def test_a_baseline_stands_next_to_the_plan():
+    result = run(*PLAN, "--mode", "predict", "--baseline", "data_parallel", environment={"COLUMNS": "60"})
+    assert result.exit_code == 0, result.output
+    assert re.search(r"this plan.*1\.00 x", result.stdout)
+    assert re.search(r"data_parallel.*\d\.\d\d x", result.stdout)
+    assert max(map(len, result.stdout.splitlines())) <= 60
+
+
+def test_a_budget_too_small_exits_with_1_and_names_the_smallest():
+    message = fails(1, *PLAN, "--memory-budget", "1000", "--time-limit", "2")
+    assert "1.0 kB" in message
+    assert "The smallest budget that fits is" in message
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (("--mesh", "data=2;model"), 'A mesh is written as "data=2,model=4"'),
+        (("--hardware", "tpu-v5"), "Did you mean"),
+        (("--memory-budget", "16Gb"), "'16Gb'"),
+        (("--memory-budget", "0"), "0"),
+        (("--mode", "both"), "both"),
+        (("--objective", "luck"), "luck"),
+        (("--pin", "kernel"), "A pin is REGEX=SPEC"),
+        (("--pin", "kernel=(None, 3)"), "mesh axis"),
+        (("--pin", "kernel=None,nowhere"), "nowhere"),
+        (("--pin", "absent=model"), "matches none"),
+        (("--batch-size", "7"), "batch_size=7"),
+        (("--batch-size", "0"), "batch_size is a positive integer"),
+        (("--output", "absent/plan.json"), "Create the directory"),
+        (("--baseline", "magic"), "A baseline is one of"),
+    ],
+)
+def test_options_that_make_no_sense_exit_with_2(changed, said):
+    message = fails(2, *PLAN, *changed)
+    assert "error: " in message
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("cli_models", "package.module:factory"),
+        ("absent_module:small", "absent_module"),
+        ("cli_models:absent", "'absent'"),
+        ("cli_models:number", "callable"),
+        ("cli_models:uncompiled", "compile"),
+        ("cli_models:failing", "no such dataset"),
+        ("hub:llama9", "llama3_8b"),
+    ],
+)
+def test_models_that_cannot_be_built_exit_with_2(model, said):
+    assert said in fails(2, "plan", model, "--mesh", "data=2")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("plan",), ("plan", "m:f"), ("plan", "m:f", "--mesh", "a=2", "--seed", "x"), ("absent",)]
+)
+def test_usage_errors_exit_with_2(arguments):
+    fails(2, *arguments)
+
+
+def test_an_interrupt_exits_with_130(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "optimize", interrupted)
+    assert fails(130, *PLAN) == "interrupted"
+
+
+def test_a_fault_of_the_program_is_one_line(monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(api, "optimize", broken)
+    assert fails(FAULT, *PLAN).startswith("unexpected ZeroDivisionError: oops Set AUTOSHARD_TRACEBACK=1")
+
+
+# -- pins --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "pins"),
+    [
+        ('a/kernel=(None, "model")', {"a/kernel": (None, "model")}),
+        ("a/kernel=None,model", {"a/kernel": (None, "model")}),
+        ("a/kernel=(-, data+model)", {"a/kernel": (None, ("data", "model"))}),
+        ("a/kernel=[['data', 'model'], None]", {"a/kernel": (("data", "model"), None)}),
+        ("bias=model", {"bias": ("model",)}),
+        ("bias=(model,)", {"bias": ("model",)}),
+        ("bias='model'", {"bias": ("model",)}),
+        ("bias=None", {"bias": (None,)}),
+        ("scale=()", {"scale": ()}),
+        ("(?=x)=None", {"(?=x)": (None,)}),
+    ],
+)
+def test_pins_are_read(text, pins):
+    assert parse_pins([text]) == pins
+
+
+@pytest.mark.parametrize(
+    "texts", [["kernel"], ["=model"], ["k="], ["k=(3,)"], ["k=model,,None"], ["k=a,None", "k=None,a"], ["k={'a': 1}"]]
+)
+def test_wrong_pins_are_refused(texts):
+    with pytest.raises(InputShapeError, match="Received"):
+        parse_pins(texts)
+
+
+# -- verify and profiles -----------------------------------------------------------------------------------------------
+
+
+def test_verify_builds_the_model_again_and_compiles(plan_file):
+    result = run("verify", plan_file, "--target", "cpu:8", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["target"] == "cpu:8"
+    assert found["compiled_peak_bytes"] > 0
+    assert found["compiled_flops"] == pytest.approx(found["predicted_flops"], rel=0.2)
+
+
+def test_verify_prints_the_comparison(plan_file, tmp_path):
+    result = run("verify", plan_file, "--target", "cpu", "--hlo", tmp_path / "step.txt")
+    assert result.exit_code == 0, result.output
+    assert "Compiled for cpu:8" in result.stdout
+    assert "peak memory" in result.stdout
+    assert (tmp_path / "step.txt").read_text().startswith("HloModule")
+
+
+def test_verify_refuses_other_models_and_files(plan_file, tmp_path):
+    assert "tpu-v99" in fails(2, "verify", plan_file, "--target", "tpu-v99:4x4")
+    assert "cpu:4" in fails(2, "verify", plan_file, "--target", "cpu:4")
+    assert "Plan again" in fails(2, "verify", plan_file, "--target", "cpu:8", "--model", "cli_models:other")
+    assert "absent.json" in fails(2, "verify", tmp_path / "absent.json")
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(plan_file.read_text()[:-10])
+    assert "damaged" in fails(2, "verify", damaged)
+    nameless = json.loads(plan_file.read_text()) | {"origin": {}}
+    damaged.write_text(json.dumps(nameless))
+    assert "--model" in fails(2, "verify", damaged)
+
+
+def test_profiles_are_listed():
+    result = run("profiles")
+    assert result.exit_code == 0
+    assert re.search(r"tpu-v5e +197 TFLOP/s +17\.2 GB +819 GB/s +2D torus, 45 GB/s +256", result.stdout)
+    listed = json.loads(run("profiles", "--json").stdout)
+    assert {"tpu-v5e", "h100"} <= {p["name"] for p in listed}
+    assert all(p["memory_bytes"] >= p["usable_memory_bytes"] > 0 for p in listed)
+
+
+def test_narrow_and_ascii_terminals_are_served():
+    done = subprocess.run(
+        [sys.executable, "-m", "autoshard_ilp", "profiles"],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1", "COLUMNS": "60"},
+        capture_output=True,
+        check=True,
+    )
+    lines = done.stdout.decode("ascii").splitlines()
+    assert max(map(len, lines)) <= 60
+    assert done.stderr == b""
+
+
+# -- quickness and quiet -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"], ["plan", "m:f"], ["profiles"]])
+def test_simple_commands_import_nothing_heavy(arguments):
+    code = (
+        "import sys\nfrom autoshard_ilp.cli import main\nsys.argv = ['autoshard', *sys.argv[1:]]\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'jax', 'keras', 'ortools', 'scipy', 'pandas', 'tensorflow'}\n"
+        "print('heavy:', sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("heavy: []\n"), done.stdout + done.stderr
+
+
+def test_native_logs_are_dropped_and_messages_passed_on(capfd):
+    with cli.quiet_native_logs():
+        os.write(2, b"I0000 00:00:1.2 33 stub.cc:31] Could not find drivers.\n")
+        os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n")
+        os.write(2, b"F0000 00:00:1.2 33 core.cc:1] broken\nyour own words\n")
+    assert capfd.readouterr().err == "F0000 00:00:1.2 33 core.cc:1] broken\nyour own words\n"
+
+
+def test_output_that_is_a_directory_is_refused(tmp_path):
+    with pytest.raises(PlanFileError, match="directory"):
+        cli._check_writable(tmp_path)
+    assert not list(tmp_path.iterdir())
+    cli._check_writable(tmp_path / "plan.json")
