@@ -95,7 +95,5 @@ def from_partition_spec(spec: Sequence[Any], axis_names: Sequence[str]) -> Layou
             layout[axis] = dim
         order = [list(axis_names).index(n) for n in names]
         if order != sorted(order):
-            raise ValueError(
-                f"axes {names} on one dimension must be in mesh order {tuple(axis_names)}, major to minor"
-            )
+            raise ValueError(f"axes {names} on one dimension must be in mesh order {tuple(axis_names)}, major to minor")
     return tuple(layout)
