@@ -104,12 +104,11 @@ def optimize(
         for policy in policies:
             with shown.stage("graph"):
                 step = graph_of(traced, policy)
-            try:
-                return plan_step(step, traced, request, shown, mode=mode, batch_size=traced.batch_size)
-            except InfeasibleError:
-                if policy == policies[-1]:
-                    raise
-        raise AssertionError("unreachable: there is always a policy")
+            last = policy == policies[-1]
+            plan = plan_step(step, traced, request, shown, mode=mode, batch_size=traced.batch_size, explain=last)
+            if plan is not None:
+                return plan
+        raise AssertionError("unreachable: the last policy explains why it fails")
 
 
 def check_request(
@@ -228,9 +227,22 @@ def step_of(
 
 
 def plan_step(
-    step: Step, infos: Any, request: Request, progress: Progress, *, mode: str, batch_size: int, origin: Any = None
-) -> Plan:
-    """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``."""
+    step: Step,
+    infos: Any,
+    request: Request,
+    progress: Progress,
+    *,
+    mode: str,
+    batch_size: int,
+    origin: Any = None,
+    explain: bool = True,
+) -> Any:
+    """Plans a graph: strategies and costs, program, solution, plan.
+
+    Args:
+        infos: has ``arguments`` and ``results``.
+        explain: when nothing fits the budget, find the smallest budget and raise; else return None.
+    """
     from autoshard_ilp.costs.build import build_program
     from autoshard_ilp.program import solve
 
@@ -242,6 +254,8 @@ def plan_step(
     with progress.stage("solve"):
         solution = solve(built.program, request.solver, on_progress=progress.tell)
     if solution.status == "infeasible" or solution.choices is None:
+        if not explain:
+            return None
         raise _infeasible(table, built, solution, request, pinned)
     return _assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
 
