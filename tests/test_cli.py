@@ -87,6 +87,7 @@ def test_a_budget_too_small_exits_with_1_and_names_the_smallest():
         (("--memory-budget", "0"), "0"),
         (("--mode", "both"), "both"),
         (("--objective", "luck"), "luck"),
+        (("--remat", "some"), "'some'"),
         (("--pin", "kernel"), "A pin is REGEX=SPEC"),
         (("--pin", "kernel=(None, 3)"), "mesh axis"),
         (("--pin", "kernel=None,nowhere"), "nowhere"),

@@ -154,6 +154,9 @@ def plan(
     sequence_length: Annotated[int | None, typer.Option(help="Size of unknown dimensions, such as tokens.")] = None,
     mode: Annotated[str, typer.Option(help="train (the whole step) or predict (forward only).")] = "train",
     objective: Annotated[str, typer.Option(help="step_time or communication.")] = "step_time",
+    remat: Annotated[
+        str, typer.Option(help="Recompute activations: auto (only if nothing else fits), never, selective or full.")
+    ] = "auto",
     pin: Annotated[
         list[str] | None,
         typer.Option(help="REGEX=SPEC, repeatable: 'query/kernel=(None, \"model\")' or query/kernel=None,model."),
@@ -190,6 +193,7 @@ def plan(
         "objective": objective,
         "solver": solver,
         "strict": strict,
+        "remat": remat,
     }
     with contextlib.redirect_stdout(sys.stderr):  # a model's own prints are no result
         factory = _factory(model, sequence_length)
@@ -232,7 +236,7 @@ def _baseline(name: str, factory: Any, mesh: Any, budget: Any, options: Mapping[
     from autoshard_ilp import baseline
 
     try:
-        return baseline(factory, mesh, name, memory_budget=budget, **options)
+        return baseline(factory, mesh, name, memory_budget=budget, **{k: v for k, v in options.items() if k != "remat"})
     except InfeasibleError as error:
         return error
 

@@ -66,7 +66,7 @@ def grouped(plan: Any) -> list[dict[str, Any]]:
     """Rows with repeated layers merged: paths that differ in numbers only, with equal shape and layout.
 
     An optimizer variable of the shape and layout of its own variable is merged into that one's row, which counts it
-    under ``slots`` and adds its bytes.
+    under ``slots`` and adds its bytes. Others follow as ``<path of the variable> slots``.
     """
     groups: dict[tuple, dict[str, Any]] = {}
     for row in _with_slots(rows(plan)):
@@ -75,31 +75,37 @@ def grouped(plan: Any) -> list[dict[str, Any]]:
         if key in groups:
             groups[key]["count"] += 1
             groups[key]["bytes_per_device"] += row["bytes_per_device"]
+            groups[key]["paths"].add(row["path"])
         else:
-            groups[key] = {**row, "count": 1}
+            groups[key] = {**row, "count": 1, "paths": {row["path"]}}
     for key, row in groups.items():
-        if row["count"] > 1:
+        if len(row.pop("paths")) > 1:
             row["path"] = key[0]
     return list(groups.values())
 
 
 def _with_slots(found: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without the optimizer variables that are laid out as their variable. Keras names such a variable
+    """Rows with optimizer variables next to their variable. Keras names such a variable
     ``<optimizer>/<path of the variable, with _ for />_<slot>``."""
-    result: list[dict[str, Any]] = [{**row, "slots": 0} for row in found]
-    owners = {row["path"].replace("/", "_"): row for row in result if row["role"] == "parameter"}
-    merged = set()
-    for position, row in enumerate(result):
+    own: list[dict[str, Any]] = [{**row, "slots": 0} for row in found]
+    owners = {row["path"].replace("/", "_"): row for row in own if row["role"] == "parameter"}
+    below: dict[int, list[dict[str, Any]]] = {}
+    placed = set()
+    for row in own:
         if row["role"] != "optimizer":
             continue
         slot = row["path"].rpartition("/")[2]
         ends = [i for i, letter in enumerate(slot) if letter == "_"]
         owner = next((owners[slot[:end]] for end in reversed(ends) if slot[:end] in owners), None)
-        if owner is not None and (row["shape"], row["spec"]) == (owner["shape"], owner["spec"]):
+        if owner is None:
+            continue
+        placed.add(id(row))
+        if (row["shape"], row["spec"]) == (owner["shape"], owner["spec"]):
             owner["slots"] += 1
             owner["bytes_per_device"] += row["bytes_per_device"]
-            merged.add(position)
-    return [row for position, row in enumerate(result) if position not in merged]
+        else:
+            below.setdefault(id(owner), []).append({**row, "path": f"{owner['path']} slots"})
+    return [line for row in own if id(row) not in placed for line in (row, *below.get(id(row), ()))]
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -207,6 +213,9 @@ def _memory_table(plan: Any, width: int) -> Any:
 def _proof(plan: Any, width: int) -> str:
     bound = format_seconds(plan.lower_bound) if math.isfinite(plan.lower_bound) else "none"
     lines = [f"{plan.status}: total {format_seconds(plan.cost.total_s)}, lower bound {bound}, gap {plan.gap:.2%}"]
+    if plan.remat:
+        where = f"policy {plan.remat_policy!r}; plan.remat names the {len(plan.remat)} scopes"
+        lines.append(f"activations are recomputed in the backward pass ({where})")
     lines += [f"note: {note}" for note in plan.notes]
     lines += [f"kept whole, no rule: {name}" for name in plan.unknown]
     if plan.timings:
