@@ -101,14 +101,15 @@ def optimize(
                 "mode": mode,
             }
             traced = trace(model, request.mesh, **options)
+        failures = []
         for policy in policies:
             with shown.stage("graph"):
                 step = graph_of(traced, policy)
-            last = policy == policies[-1]
-            plan = plan_step(step, traced, request, shown, mode=mode, batch_size=traced.batch_size, explain=last)
-            if plan is not None:
-                return plan
-        raise AssertionError("unreachable: the last policy explains why it fails")
+            found = attempt(step, traced, request, shown, mode=mode, batch_size=traced.batch_size)
+            if not isinstance(found, Failure):
+                return found
+            failures.append(found)
+        raise _infeasible(failures, request)
 
 
 def check_request(
@@ -226,23 +227,19 @@ def step_of(
     return Step(insert_hubs(rematerialise(graph, remat)), args, infos.out_tree, donated, traced, remat)
 
 
-def plan_step(
-    step: Step,
-    infos: Any,
-    request: Request,
-    progress: Progress,
-    *,
-    mode: str,
-    batch_size: int,
-    origin: Any = None,
-    explain: bool = True,
-) -> Any:
-    """Plans a graph: strategies and costs, program, solution, plan.
+@dataclass(frozen=True, eq=False)
+class Failure:
+    """A step for which no plan was found, with what explains it."""
 
-    Args:
-        infos: has ``arguments`` and ``results``.
-        explain: when nothing fits the budget, find the smallest budget and raise; else return None.
-    """
+    built: Any
+    solution: Any
+    pinned: Pinned
+
+
+def attempt(
+    step: Step, infos: Any, request: Request, progress: Progress, *, mode: str, batch_size: int, origin: Any = None
+) -> Plan | Failure:
+    """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``."""
     from autoshard_ilp.costs.build import build_program
     from autoshard_ilp.program import solve
 
@@ -254,10 +251,16 @@ def plan_step(
     with progress.stage("solve"):
         solution = solve(built.program, request.solver, on_progress=progress.tell)
     if solution.status == "infeasible" or solution.choices is None:
-        if not explain:
-            return None
-        raise _infeasible(table, built, solution, request, pinned)
+        return Failure(built, solution, pinned)
     return _assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
+
+
+def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **options: Any) -> Plan:
+    """:func:`attempt`; raises InfeasibleError when nothing fits."""
+    found = attempt(step, infos, request, progress, **options)
+    if isinstance(found, Failure):
+        raise _infeasible([found], request)
+    return found
 
 
 def price(graph: Any, request: Request) -> tuple[Any, Pinned]:
@@ -293,28 +296,36 @@ def price(graph: Any, request: Request) -> tuple[Any, Pinned]:
     return table, pinned
 
 
-def _infeasible(table: Any, built: Any, solution: Any, request: Request, pinned: Pinned) -> InfeasibleError:
+def _infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleError:
+    """The error of a step that fits under no rematerialisation policy; the smallest budget is that of the best one."""
     from autoshard_ilp.program import minimum_capacity
     from autoshard_ilp.report import peak_memory
 
-    pins = list(dict.fromkeys(text for texts in pinned.sources.values() for text in texts))
-    if solution.status != "infeasible":
+    pins = list(dict.fromkeys(text for texts in failures[0].pinned.sources.values() for text in texts))
+    if any(f.solution.status != "infeasible" for f in failures):
         return InfeasibleError(
             f"No plan was found within the time limit of {request.solver.time_limit:g} s. Received: a budget of "
             f"{format_bytes(request.capacity)}. Raise SolverOptions(time_limit=...) or the budget.",
             conflicts=pins,
         )
-    lower, upper, choices = minimum_capacity(built.program, request.solver)
-    if choices is None or not len(choices):
-        return InfeasibleError(f"The pins contradict each other. Received: {', '.join(pins)}.", conflicts=pins)
+    try:
+        found = [(f.built, *minimum_capacity(f.built.program, request.solver)) for f in failures]
+    except InfeasibleError:
+        return InfeasibleError(
+            f"The pins must leave a layout for every tensor at some budget. Received: {', '.join(pins)}, which leave "
+            "none. Drop or widen one of them.",
+            conflicts=pins,
+        )
+    built, _, upper, choices = min(found, key=lambda item: item[2])
+    lower = min(item[1] for item in found)
     memory = peak_memory(built, choices, request.capacity)
     largest = "; ".join(f"{label} {format_bytes(size)}" for label, size in memory.contributors[:5])
     proved = "" if lower == upper else f" (proved: not below {format_bytes(lower)})"
     named = f" Pins in force: {', '.join(pins)}." if pins else ""
     return InfeasibleError(
         f"No plan fits the memory budget. Received: {format_bytes(request.capacity)} per device on a mesh of "
-        f"{request.mesh}. The smallest budget that fits is {format_bytes(upper)}{proved}; at its peak: {largest}.{named} "
-        "Raise memory_budget, use more devices, or a smaller batch.",
+        f"{request.mesh}. The smallest budget that fits is {format_bytes(upper)}{proved}; at its peak: {largest}."
+        f"{named} Raise memory_budget, use more devices, or a smaller batch.",
         minimum_budget=upper,
         minimum_budget_bound=lower,
         contributors=memory.contributors,
@@ -346,7 +357,7 @@ def _assemble(
     inside = solution.report.get("seconds", {})
     timings["presolve"] = float(inside.get("presolve", 0.0))
     timings["solve"] = max(0.0, timings.get("solve", 0.0) - timings["presolve"])
-    notes = ()
+    notes: tuple[str, ...] = ()
     if any(len(c.members) > 1 for c in table.classes):
         notes = ("Repeated layers share one decision; optimality is proved for that problem.",)
     return Plan(
