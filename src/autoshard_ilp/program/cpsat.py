@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard_ilp._ortools import load_cp_model
 from autoshard_ilp.errors import AutoshardError
 from autoshard_ilp.program.memory import Row
 from autoshard_ilp.program.model import Program
@@ -56,7 +57,7 @@ class _Builder:
     """One model under construction."""
 
     def __init__(self, net: Net, program: Program, upper: float) -> None:
-        from ortools.sat.python import cp_model
+        cp_model = load_cp_model()
 
         self.cp = cp_model
         self.model = cp_model.CpModel()
@@ -244,7 +245,7 @@ def solve_net(
         AutoshardError: the model is beyond CP-SAT's integer range.
         EmptyNodeError: a factor has no finite entry.
     """
-    from ortools.sat.python import cp_model
+    cp_model = load_cp_model()
 
     b = _Builder(net, program, upper)
     b.add_nodes()
@@ -290,7 +291,7 @@ def minimise_peak(
     Returns:
         Choices below ``upper`` bytes (None: none found), and a valid lower bound in bytes for these rows.
     """
-    from ortools.sat.python import cp_model
+    cp_model = load_cp_model()
 
     b = _Builder(net, program, math.inf)
     b.add_nodes()
