@@ -55,8 +55,8 @@ def input_specs(
     structure = symbolic_inputs(model) if inputs is None else inputs
     if structure is None:
         raise InputShapeError(
-            f"The input shapes of model {model.name!r} ({type(model).__name__}) are not known: it is not a functional "
-            f"model, and a Sequential model knows them only when it starts with keras.Input. {_GIVE_INPUTS}"
+            f"The input shapes of a model must be known; functional models know them, and Sequential ones that start "
+            f"with keras.Input. Received: {model.name!r} ({type(model).__name__}) without inputs=. {_GIVE_INPUTS}"
         )
     return complete_specs(
         structure,

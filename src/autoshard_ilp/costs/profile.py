@@ -254,7 +254,10 @@ def load_profile(name_or_path_or_profile: str | os.PathLike[str] | HardwareProfi
         return _packaged(text)
     near = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.5) or [n for n in known if text.lower() in n]
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise ProfileError(f"Unknown hardware profile {text!r}.{hint} Known: {', '.join(known)}; or give a .toml path.")
+    raise ProfileError(
+        f"hardware names a known profile or a .toml file. Received: {text!r}, which is unknown.{hint} "
+        f"Known: {', '.join(known)}."
+    )
 
 
 @cache
@@ -276,7 +279,9 @@ def _read(path: Path) -> HardwareProfile:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ProfileError(f"Cannot read the hardware profile {path}: {error.strerror or error}.") from error
+        raise ProfileError(
+            f"A hardware profile is a file that can be read. Received: {path} ({error.strerror or error})."
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ProfileError(f"The hardware profile {path} is not valid TOML: {error}.") from error
     return _Reader(path, data).profile()
