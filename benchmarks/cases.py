@@ -1,0 +1,113 @@
+"""The registry of benchmark cases: which model, on which mesh, of which hardware. One line per case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """One planning problem.
+
+    Attributes:
+        model: "hub:<preset>" (see ``autoshard_ilp.models``), or the name of a builder in this file.
+        mesh: axis name -> size.
+        hardware: profile name.
+        batch_size: global batch.
+        sequence_length: tokens per example, where the model takes tokens.
+    """
+
+    model: str
+    mesh: Mapping[str, int]
+    hardware: str
+    batch_size: int
+    sequence_length: int | None = None
+
+    def factory(self) -> Callable[[], Any]:
+        """Builder of the compiled model."""
+        from autoshard_ilp.models import load_model_factory
+
+        if ":" in self.model:
+            return load_model_factory(self.model, sequence_length=self.sequence_length)
+        return BUILDERS[self.model]
+
+    def options(self) -> dict[str, Any]:
+        """Options of the batch, as ``optimize`` takes them."""
+        return {"batch_size": self.batch_size, "sequence_length": self.sequence_length}
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as "2x4"."""
+        return "x".join(map(str, self.mesh.values()))
+
+
+def mlp() -> Any:
+    """Two dense layers: the smoke case."""
+    import keras
+
+    model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(1024, "relu"), keras.layers.Dense(256)])
+    model.compile(optimizer="adam", loss="mse")
+    return model
+
+
+def wide_mlp() -> Any:
+    """Four square layers of width 8192: 268 million parameters without any attention."""
+    import keras
+
+    dense = [keras.layers.Dense(8192, "relu", dtype="mixed_bfloat16") for _ in range(4)]
+    model = keras.Sequential([keras.Input((8192,)), *dense])
+    model.compile(optimizer=keras.optimizers.AdamW(1e-4), loss="mse")
+    return model
+
+
+def lstm() -> Any:
+    """Two LSTM layers of width 1024 over 256 tokens: a loop in the step."""
+    import keras
+
+    inputs = keras.Input((256,), dtype="int32")
+    x = keras.layers.Embedding(32000, 1024)(inputs)
+    x = keras.layers.LSTM(1024, return_sequences=True)(x)
+    x = keras.layers.LSTM(1024)(x)
+    model = keras.Model(inputs, keras.layers.Dense(32000)(x))
+    model.compile(optimizer="adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+BUILDERS: Mapping[str, Callable[[], Any]] = {"mlp": mlp, "wide_mlp": wide_mlp, "lstm": lstm}
+
+_2X4 = {"data": 2, "model": 4}
+_4X4 = {"data": 4, "model": 4}
+_2X2X4 = {"replica": 2, "data": 2, "model": 4}
+
+SMOKE = {"mlp": Case("mlp", _2X4, "h100", 64)}
+
+SPEED: Mapping[str, Case] = {
+    "gpt2_small": Case("hub:gpt2_small", _2X4, "tpu-v5e", 32, 1024),
+    "bert_base": Case("hub:bert_base", _2X4, "tpu-v5e", 64, 512),
+    "llama3_8b 4x4": Case("hub:llama3_8b", _4X4, "tpu-v5e", 16, 2048),
+    "llama3_8b 2x2x4": Case("hub:llama3_8b", _2X2X4, "tpu-v5e", 16, 2048),
+    "mixtral, 4 layers": Case("hub:mixtral_8x7b?layers=4", _4X4, "h100", 16, 2048),
+    "vit_base": Case("hub:vit_base", _2X4, "h100", 256),
+    "resnet50": Case("hub:resnet50", _2X4, "h100", 256),
+    "lstm": Case("lstm", _2X4, "h100", 128),
+}
+"""Whole models at true width and depth (but for the mixture of experts)."""
+
+_QUALITY = {
+    "llama3_8b, 2 layers": ("hub:llama3_8b?layers=2", 8, 1024),
+    "gpt2_small, 2 layers": ("hub:gpt2_small?layers=2", 16, 1024),
+    "wide_mlp": ("wide_mlp", 1024, None),
+    "vit_base, 2 layers": ("hub:vit_base?layers=2", 128, None),
+    "resnet50": ("hub:resnet50", 256, None),
+    "mixtral, 1 layer": ("hub:mixtral_8x7b?layers=1", 8, 1024),
+}
+QUALITY: Mapping[str, Case] = {
+    f"{name} / {hardware}": Case(model, _2X4, hardware, batch, length)
+    for name, (model, batch, length) in _QUALITY.items()
+    for hardware in ("h100", "tpu-v5e")
+}
+"""True width, few layers: small enough to compile every plan for its target."""
+
+CASES: Mapping[str, Case] = {**SMOKE, **SPEED, **QUALITY}

@@ -1,0 +1,97 @@
+"""What the drivers share: one process per case, the machine's description, Markdown tables."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+
+
+def in_own_process(driver: str, case: str, extra: Sequence[str] = (), timeout_seconds: float = 3600.0) -> list[Row]:
+    """Runs one case of a driver in a fresh interpreter, so that memory and warm caches are its own.
+
+    Returns:
+        The rows it wrote; a case that fails is a row with its error.
+    """
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "rows.json"
+        command = [sys.executable, driver, "--case", case, "--answer", str(answer), *extra]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return [{"case": case, "status": f"no answer within {timeout_seconds:g} s"}]
+        if done.returncode == 0 and answer.exists():
+            return json.loads(answer.read_text())
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        return [{"case": case, "status": f"failed: {last[:200]}"}]
+
+
+def answer(path: str, rows: list[Row]) -> None:
+    """Hands the rows of a case to the process that asked for them."""
+    Path(path).write_text(json.dumps(rows))
+
+
+def peak_process_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def import_everything() -> float:
+    """Imports what planning needs, so that no stage pays for it; seconds it took."""
+    import importlib
+
+    began = time.perf_counter()
+    for name in ("jax", "keras", "keras_hub", "scipy.optimize", "networkx", "autoshard_ilp.api"):
+        importlib.import_module(name)
+    from autoshard_ilp._ortools import load_cp_model
+
+    load_cp_model()
+    return time.perf_counter() - began
+
+
+def machine() -> str:
+    """Date, processor and versions, as a Markdown list."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    packages = ("autoshard-ilp", "jax", "keras", "keras-hub", "ortools", "numpy")
+    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    return "\n".join(
+        (
+            f"- date: {datetime.date.today().isoformat()}, commit {commit.stdout.strip() or 'unknown'}",
+            f"- machine: {os.cpu_count()} cores ({platform.machine()}), {memory:.0f} GB, load average {load}",
+            f"- Python {platform.python_version()}, {versions}",
+        )
+    )
+
+
+def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A Markdown table; ``columns`` maps keys to format specifications. Missing values stay empty."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = []
+        for key, how in columns.items():
+            value = row.get(key)
+            cells.append("" if value is None else format(value, how) if not isinstance(value, str) else value)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def result_file(name: str) -> Path:
+    """``results/<name>-<today>.md``."""
+    RESULTS.mkdir(exist_ok=True)
+    return RESULTS / f"{name}-{datetime.date.today().isoformat()}.md"

@@ -1,0 +1,152 @@
+"""The optimum against the strategies people use by hand, predicted and, on request, compiled.
+
+python benchmarks/plan_quality.py                          # predictions, written to results/plan_quality-<date>.md
+python benchmarks/plan_quality.py --compile h100:8         # also compile every plan, for that target's cases
+python benchmarks/plan_quality.py --only llama --smoke     # see --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from cases import CASES, QUALITY, SMOKE
+from common import answer, import_everything, in_own_process, machine, result_file, table
+
+PREDICTED = {
+    "plan": "",
+    "status": "",
+    "predicted ms": ".3f",
+    "x optimum": ".2f",
+    "compute ms": ".3f",
+    "communication ms": ".3f",
+    "sent MB": ".1f",
+    "peak GB": ".2f",
+    "gap": ".2%",
+    "solve s": ".1f",
+}
+COMPILED = {
+    "compiled sent MB": ".1f",
+    "compiled communication ms": ".3f",
+    "compiled peak GB": ".2f",
+    "compile s": ".1f",
+}
+
+
+def measure(name: str, time_limit: float, target: str | None) -> list[dict[str, Any]]:
+    """Plans one case by the optimum and by every baseline, from one trace."""
+    import_everything()
+    import autoshard_ilp as autoshard
+    from autoshard_ilp import api, baselines
+    from autoshard_ilp.progress import Progress
+
+    case = CASES[name]
+    solver = autoshard.SolverOptions(time_limit=time_limit)
+    request = api.check_request(case.mesh, None, case.hardware, None, "step_time", solver)
+    step, traced = api.trace_step(case.factory(), request.mesh, **case.options())
+    rows: list[dict[str, Any]] = []
+    best = None
+    for kind in ("optimize", *baselines.BASELINES):
+        row: dict[str, Any] = {"case": name, "plan": kind}
+        rows.append(row)
+        try:
+            if kind == "optimize":
+                shown = Progress(False)
+                plan = api.plan_step(step, traced, request, shown, mode="train", batch_size=traced.batch_size)
+                best = plan.cost.total_s
+            else:
+                plan = baselines.plan_baseline(step, traced, request, kind, Progress(False))
+        except autoshard.InfeasibleError as error:
+            needs = "" if error.minimum_budget is None else f", needs {error.minimum_budget / 1e9:.1f} GB"
+            row["status"] = f"does not fit{needs}"
+            continue
+        except autoshard.UnsupportedModelError:
+            row["status"] = "no layout map"
+            continue
+        row |= _predicted(plan)
+        if best:
+            row["x optimum"] = plan.cost.total_s / best
+        if target:
+            row |= _compiled(plan, target)
+    return rows
+
+
+def _predicted(plan: Any) -> dict[str, Any]:
+    return {
+        "status": plan.status,
+        "predicted ms": plan.cost.total_s * 1e3,
+        "compute ms": plan.cost.compute_s * 1e3,
+        "communication ms": plan.cost.communication_s * 1e3,
+        "sent MB": sum(c.bytes_per_device * c.count for c in plan.collectives) / 1e6,
+        "peak GB": plan.memory.peak_bytes / 1e9,
+        "gap": plan.gap,
+        "solve s": plan.timings.get("presolve", 0.0) + plan.timings.get("solve", 0.0),
+    }
+
+
+def _compiled(plan: Any, target: str) -> dict[str, Any]:
+    """What the target's compiler makes of a plan; a compilation that fails is told in the status."""
+    try:
+        found = plan.verify(target)
+    except Exception as error:
+        return {"status": f"{plan.status}; not compiled: {type(error).__name__}: {str(error).splitlines()[0][:100]}"}
+    seconds = found.compiled_communication_seconds
+    return {
+        "compiled sent MB": found.compiled_bytes_per_device / 1e6,
+        "compiled communication ms": None if seconds is None else seconds * 1e3,
+        "compiled peak GB": None if found.compiled_peak_bytes is None else found.compiled_peak_bytes / 1e9,
+        "compile s": found.compile_seconds,
+    }
+
+
+def report(rows: list[dict[str, Any]], target: str | None) -> str:
+    """The result file: one table per case."""
+    columns = {**PREDICTED, **(COMPILED if target else {})}
+    compiled = f" Compiled columns: every plan compiled for {target} without the hardware." if target else ""
+    parts = [
+        f"# Plan quality\n\n{machine()}\n\nTraining steps on a mesh data=2, model=4, under the profile's usable "
+        "memory. A baseline is the best plan of its kind under the same cost model (see "
+        "`src/autoshard_ilp/baselines.py`); `x optimum` is its predicted time relative to the optimum. Sent: ring bytes "
+        f"bytes per device and step. GB and MB are powers of ten.{compiled}"
+    ]
+    for name in dict.fromkeys(row["case"] for row in rows):
+        case = CASES[name]
+        size = f"global batch {case.batch_size}" + (f" x {case.sequence_length}" if case.sequence_length else "")
+        own = [{"plan": "", **row} for row in rows if row["case"] == name]
+        parts.append(f"## {name}\n\n{size}\n\n{table(own, columns)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="one tiny case, printed only")
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--compile", metavar="TARGET", help='compile the plans of this target\'s cases, e.g. "h100:8"')
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver, per plan")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        answer(options.answer, measure(options.case, options.time_limit, options.compile))
+        return 0
+    names = list(SMOKE) if options.smoke else [name for name in QUALITY if options.only in name]
+    extra = ["--time-limit", str(options.time_limit)]
+    if options.compile:
+        chip = options.compile.partition(":")[0]
+        names = [name for name in names if CASES[name].hardware == chip]
+        extra += ["--compile", options.compile]
+    suffix = f"-{options.compile.replace(':', '-')}" if options.compile else ""
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        rows += in_own_process(__file__, name, extra)
+        print(f"{name}: {rows[-1].get('status')}", file=sys.stderr, flush=True)
+        if not options.smoke and not options.only:
+            result_file(f"plan_quality{suffix}").write_text(report(rows, options.compile))
+    if options.smoke or options.only:
+        print(report(rows, options.compile))
+    return 0 if rows and not any(str(row.get("status", "")).startswith("failed") for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
