@@ -103,6 +103,7 @@ class _Plan:
         self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
         self.schedule = graph.schedule()
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
+        self._latest: dict[int, int] | None = None
 
     def layout(self, tensor: int) -> Layout | None:
         """The decided layout of a tensor where it is produced."""
@@ -119,32 +120,33 @@ class _Plan:
             self.shardings[key] = NamedSharding(self.mesh, to_partition_spec(layout, rank, self.axis_names))
         return jax.lax.with_sharding_constraint(value, self.shardings[key])
 
-    def anchor(self, hub: Op) -> int | None:
-        """A tensor that exists only in the backward pass and before ``hub``, best an operand of what the hub feeds."""
-        graph = self.graph
+    def anchor(self, op: Op) -> int | None:
+        """The latest gradient that is known before ``op`` runs, in its region: the deepest backward tensor so far.
 
-        def usable(tensor: int) -> bool:
-            producer = graph.tensors[tensor].producer
-            if producer is None or producer >= hub.id or tensor == hub.inputs[0]:
-                return False
-            op = graph.ops[producer]
-            made_here = op.primitive in ("hub", "recompute", "constant") or op.params.get("recomputed")
-            return op.phase == "backward" and op.region == hub.region and not made_here
+        Depth, not program order, says what depends on the loss: a transposed weight in the backward pass does not.
+        """
+        if self._latest is None:
+            self._latest = _latest_gradients(self.graph)
+        return self._latest.get(op.id)
 
-        def origin(tensor: int) -> int:
-            producer = graph.tensors[tensor].producer
-            if producer is not None and graph.ops[producer].primitive == "hub":
-                return graph.ops[producer].inputs[0]
-            return tensor
 
-        for consumer, _ in graph.tensors[hub.outputs[0]].consumers:
-            found = [t for t in map(origin, graph.ops[consumer].inputs) if usable(t)]
-            if found:
-                return max(found, key=lambda t: (graph.tensors[t].shape != (), graph.tensors[t].producer))
-        for op in reversed(graph.ops[: hub.id]):
-            if op.outputs and op.inputs and usable(op.outputs[0]):
-                return op.outputs[0]
-        return None
+def _latest_gradients(graph: Graph) -> dict[int, int]:
+    """Per hub and recompute op, the deepest tensor that the backward pass has made before it."""
+    depth = [0] * len(graph.tensors)
+    deepest: dict[int, int] = {}  # region -> tensor
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        here = 1 + max((depth[t] for t in op.inputs), default=0)
+        for t in op.outputs:
+            depth[t] = here
+        if op.primitive in ("hub", "recompute"):
+            if op.region in deepest:
+                found[op.id] = deepest[op.region]
+        elif op.phase == "backward" and op.outputs and not op.params.get("recomputed"):
+            best = deepest.get(op.region)
+            if graph.tensors[op.outputs[0]].shape and (best is None or here > depth[best]):
+                deepest[op.region] = op.outputs[0]
+    return found
 
 
 class _Frame:
