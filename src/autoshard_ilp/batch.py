@@ -56,7 +56,7 @@ def input_specs(
     if structure is None:
         raise InputShapeError(
             f"The input shapes of a model must be known; functional models know them, and Sequential ones that start "
-            f"with keras.Input. Received: {model.name!r} ({type(model).__name__}) without inputs=. {_GIVE_INPUTS}"
+            f"with keras.Input. Received: {model.name!r} ({type(model).__name__}), shapes not known. {_GIVE_INPUTS}"
         )
     return complete_specs(
         structure,

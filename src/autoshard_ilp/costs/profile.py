@@ -280,7 +280,7 @@ def _read(path: Path) -> HardwareProfile:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(
-            f"A hardware profile is a file that can be read. Received: {path} ({error.strerror or error})."
+            f"Cannot read {path}: a hardware profile is a readable file. Received: {error.strerror or error}."
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ProfileError(f"The hardware profile {path} is not valid TOML: {error}.") from error
