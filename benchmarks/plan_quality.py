@@ -107,8 +107,8 @@ def report(rows: list[dict[str, Any]], target: str | None) -> str:
     parts = [
         f"# Plan quality\n\n{machine()}\n\nTraining steps on a mesh data=2, model=4, under the profile's usable "
         "memory. A baseline is the best plan of its kind under the same cost model (see "
-        "`src/autoshard_ilp/baselines.py`); `x optimum` is its predicted time relative to the optimum. Sent: ring bytes "
-        f"bytes per device and step. GB and MB are powers of ten.{compiled}"
+        "`src/autoshard_ilp/baselines.py`); `x optimum` is its predicted time over the optimal one. Sent: "
+        f"ring bytes per device and step. GB and MB are powers of ten.{compiled}"
     ]
     for name in dict.fromkeys(row["case"] for row in rows):
         case = CASES[name]
