@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autoshard_ilp.api import optimize as optimize
     from autoshard_ilp.baselines import baseline as baseline
     from autoshard_ilp.costs.profile import HardwareProfile as HardwareProfile
-    from autoshard_ilp.costs.profile import load_profile as profile
+    from autoshard_ilp.costs.profile import load_profile as profile  # noqa: F401
     from autoshard_ilp.costs.profile import profiles as profiles
     from autoshard_ilp.functions import optimize_fn as optimize_fn
     from autoshard_ilp.plan import Plan as Plan

@@ -65,8 +65,8 @@ def resolve_pins(
             before = allowed.get(path)
             if before is not None and layout not in before:
                 raise InfeasibleError(
-                    f"Pins may not contradict each other. Received: {sources[path][-1]!r} and {text!r} demand different "
-                    f"layouts of {path!r}. Narrow one of the two regular expressions.",
+                    f"Pins may not contradict each other. Received: {sources[path][-1]!r} and {text!r} demand "
+                    f"different layouts of {path!r}. Narrow one of the two regular expressions.",
                     conflicts=[sources[path][-1], text],
                 )
             allowed[path] = frozenset({layout})
@@ -115,8 +115,8 @@ def _layout(
         shards = shards_of_dims(layout, len(shape), axis_sizes)
         bad = next(d for d, (n, s) in enumerate(zip(shape, shards, strict=True)) if n % s)
         raise InputShapeError(
-            f"An argument or result of a jitted step must divide evenly over its mesh axes. Received: {text!r}: {spec!r} "
-            f"for {path!r}, whose dimension {bad} of size {shape[bad]} does not divide by {shards[bad]}. "
+            f"An argument or result of a jitted step must divide evenly over its mesh axes. Received: {text!r}: "
+            f"{spec!r} for {path!r}, whose dimension {bad} of size {shape[bad]} does not divide by {shards[bad]}. "
             "Pin another dimension, or leave this one free."
         )
     return layout

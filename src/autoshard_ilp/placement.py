@@ -52,7 +52,7 @@ def place(table: CostTable, chosen: Sequence[int]) -> Placement:
 
 
 def _detours(table: CostTable, chosen: Sequence[int]) -> tuple[tuple[int, int, tuple[Layout, ...]], ...]:
-    found = []
+    found: list[tuple[int, int, tuple[Layout, ...]]] = []
     for flow in table.flows:
         between = tuple(dict.fromkeys(step.after for step in flow_steps(table, flow, chosen)))[:-1]
         if between:

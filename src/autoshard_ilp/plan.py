@@ -173,6 +173,8 @@ class Plan:
         expected = jax.tree.structure(step.args)
 
         def planned_step(*args: Any) -> Any:
+            flat: Any
+            tree: Any
             flat, tree = jax.tree.flatten(args)
             if tree != expected:
                 raise PlanMismatchError(
@@ -312,6 +314,6 @@ class Plan:
         return html(self)
 
 
-def leaves(infos: Sequence[Any], layouts: Sequence[Layout]) -> tuple[Leaf, ...]:
+def leaves(infos: Sequence[Any], layouts: Sequence[Any]) -> tuple[Leaf, ...]:
     """Arguments or results with their layouts."""
     return tuple(Leaf(i.path, i.role, tuple(i.shape), i.dtype, lay) for i, lay in zip(infos, layouts, strict=True))

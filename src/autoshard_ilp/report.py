@@ -158,7 +158,7 @@ def total_cost(table: CostTable, choices: Sequence[int], collectives: Sequence[P
     return Cost(compute + communication, compute, communication, per_axis, per_kind, flops)
 
 
-def peak_memory(built: Built, choices: Sequence[int], budget: int | None) -> Memory:
+def peak_memory(built: Built, choices: Sequence[int] | np.ndarray, budget: int | None) -> Memory:
     """What fills the memory when it is fullest."""
     program = built.program
     usage = program.usage_over_time(choices)
@@ -180,7 +180,7 @@ def peak_memory(built: Built, choices: Sequence[int], budget: int | None) -> Mem
     return Memory(int(usage[when]), budget, **parts, contributors=top)
 
 
-def _held_bytes(built: Built, lifetime: int, choices: Sequence[int]) -> int:
+def _held_bytes(built: Built, lifetime: int, choices: Sequence[int] | np.ndarray) -> int:
     lt = built.program.lifetimes
     owner = int(lt.owner[lifetime])
     if lt.is_edge[lifetime]:

@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autoshard_ilp.rules.rule import Kind, Rule
 from autoshard_ilp.sharding import WHOLE, Layout, divides, divisible_layouts
@@ -75,7 +76,7 @@ def strategies_of(
         fraction = _fraction(rule, assignment, axis_sizes)
         partial_axes = [a for a, f in enumerate(assignment) if f is not None and rule.factors[f].kind is Kind.REDUCTION]
         for resolutions, first in _resolutions(rule, assignment, partial_axes, results, result_shapes, axis_sizes):
-            after = (first, *results[1:]) if results else results
+            after: tuple[Any, ...] = (first, *results[1:]) if results else results
             key = (operands, after, resolutions)
             if key not in found:
                 found[key] = Strategy(operands, after, results[0] if results else None, resolutions, fraction)

@@ -80,8 +80,7 @@ def build_program(
         Node(table.graph.ops[c.members[0]].scope or table.graph.ops[c.members[0]].path, cost, node_bytes.get(i))
         for i, (c, cost) in enumerate(zip(table.classes, costs, strict=True))
     )
-    live = [e for e in (*edges, *extra)]
-    program = Program(nodes, tuple(live), account.lifetimes(), capacity)
+    program = Program(nodes, (*edges, *extra), account.lifetimes(), capacity)
     return Built(_without_loops(program), tuple(account.categories), tuple(account.labels))
 
 

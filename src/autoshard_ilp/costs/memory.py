@@ -20,23 +20,30 @@ import numpy as np
 from autoshard_ilp.graph import Graph, Op
 
 VIEWS = frozenset(
-    "reshape squeeze expand_dims transpose bitcast_convert_type copy copy_p stop_gradient hub loop_invariant loop_slice "
-    "recompute branch_merge optimization_barrier sharding_constraint random_wrap random_unwrap loop_carry".split()
+    """
+    reshape squeeze expand_dims transpose bitcast_convert_type copy copy_p stop_gradient hub loop_invariant
+    loop_slice loop_carry recompute branch_merge optimization_barrier sharding_constraint random_wrap
+    random_unwrap
+    """.split()  # noqa: SIM905
 )
 """Operations whose result shares its operand's buffer (or is a free slice of it)."""
 
 EXPENSIVE = frozenset(
-    "exp exp2 expm1 log log1p tanh tan sin cos sinh cosh asin acos atan atan2 erf erfc erf_inv logistic pow "
-    "lgamma digamma random_bits threefry2x32".split()
+    """
+    exp exp2 expm1 log log1p tanh tan sin cos sinh cosh asin acos atan atan2 erf erfc erf_inv logistic pow lgamma
+    digamma random_bits threefry2x32
+    """.split()  # noqa: SIM905
 )
 """Elementwise operations that XLA does not recompute in several consumers: transcendental functions and random bits.
 Divisions and square roots are on XLA's list as well, but its GPU and TPU cost models duplicate them freely."""
 
 UNFUSIBLE = frozenset(
-    "dot_general ragged_dot conv_general_dilated gather scatter scatter-add scatter_add scatter-mul scatter-min "
-    "scatter-max sort top_k cumsum cumprod cummax cummin cumlogsumexp fft cholesky triangular_solve qr eigh svd lu "
-    "reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add "
-    "argmax argmin result loop_stack".split()
+    """
+    dot_general ragged_dot conv_general_dilated gather scatter scatter-add scatter_add scatter-mul scatter-min
+    scatter-max sort top_k cumsum cumprod cummax cummin cumlogsumexp fft cholesky triangular_solve qr eigh svd lu
+    reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
+    select_and_gather_add argmax argmin result loop_stack
+    """.split()  # noqa: SIM905
 )
 """Operations that read their operands from memory and write their result to memory."""
 

@@ -10,9 +10,9 @@ the wrong order, which costs a permute of the small shard besides.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class Step:
 def steps(
     shape: Sequence[int], itemsize: float, start: Layout, end: Layout, sizes: Sequence[int], costs: CollectiveSeconds
 ) -> list[Step]:
-    """Cheapest sequence of steps from layout ``start`` to ``end`` of a tensor (shape in elements, itemsize in bytes)."""
+    """Cheapest steps from layout ``start`` to ``end`` of a tensor (shape in elements, itemsize in bytes)."""
     if start == end:
         return []
 
@@ -99,7 +99,7 @@ def _entangled(axis: int, moved: tuple[int, ...], before: Layout, after: Layout)
 def _best_gather_order(
     groups: list[tuple[int, ...]], local: float, sizes: Sequence[int], costs: CollectiveSeconds
 ) -> list[tuple[int, ...]]:
-    def total(order: Sequence[tuple[int, ...]]) -> float:
+    def total(order: Iterable[tuple[int, ...]]) -> float:
         held, time = float(local), 0.0
         for group in order:
             for axis in group:
@@ -126,7 +126,7 @@ class ReshardTables:
         """
         if start == end:
             return 0.0
-        key = (local_bytes(shape, itemsize, start, self.sizes), _pattern(start, end))
+        key: tuple[Any, ...] = (local_bytes(shape, itemsize, start, self.sizes), _pattern(start, end))
         if any(n % s for n, s in zip(shape, _all_shards(shape, start, end, self.sizes), strict=True)):
             key = (shape, itemsize, start, end)
         found = self._pairs.get(key)

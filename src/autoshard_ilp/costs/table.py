@@ -165,8 +165,18 @@ def _classes(
         stored = tuple(bool(buffers.stored[t]) for t in op.outputs)
         reads = tuple(i for i, t in enumerate(op.inputs) if t in buffers.reads[op.id])
         signatures.append(
-            (view.primitive, view.in_shapes, view.out_shapes, view.in_dtypes, view.out_dtypes, str(rule), op.phase)
-            + (op.count, stored, reads, restriction_key(op), op.params.get("first") is None, _is_batch(op))
+            (
+                *(
+                    view.primitive,
+                    view.in_shapes,
+                    view.out_shapes,
+                    view.in_dtypes,
+                    view.out_dtypes,
+                    str(rule),
+                    op.phase,
+                ),
+                *(op.count, stored, reads, restriction_key(op), op.params.get("first") is None, _is_batch(op)),
+            )
         )
     windows = [ARGUMENT_WINDOW if op.primitive in BOUNDARY else WINDOW for op in graph.ops]
     classes = fold(signatures, windows)
@@ -202,8 +212,9 @@ def _price(
         ins[0].dtype if ins else (outs[0].dtype if outs else "float32"),
     )
     kinds = tuple((n, f.size, f.kind, f.combine) for n, f in rule.factors.items())
-    key = (op.primitive, str(rule), kinds, traffic, rule.flops, restriction_key(op), op.params.get("first") is None)
-    key += (tuple((t.shape, t.itemsize) for t in (*ins, *outs)),)
+    shapes = tuple((t.shape, t.itemsize) for t in (*ins, *outs))
+    first = op.params.get("first") is None
+    key = (op.primitive, str(rule), kinds, traffic, rule.flops, restriction_key(op), first, shapes)
     if key not in cache:
         strategies = _strategies(op, rule, [t.shape for t in ins], [t.shape for t in outs], axis_sizes)
         if restriction is not None:
@@ -320,7 +331,8 @@ def operand_labels(table: CostTable, flow: Flow) -> Labels:
     if flow.operand == -1:
         return v.results[0] if v.results else v.operands[0]
     if any(lay is None for lay in v.operands[flow.operand].layouts):
-        return Labels.of([(HELD, s.results[0]) if s.operands[0] is None else s.operands[0] for s in v.strategies])
+        arrivals: list[Any] = [(HELD, s.results[0]) if s.operands[0] is None else s.operands[0] for s in v.strategies]
+        return Labels.of(arrivals)
     return v.operands[flow.operand]
 
 
@@ -330,10 +342,9 @@ def flow_table(table: CostTable, flow: Flow) -> tuple[np.ndarray, np.ndarray]:
     A backward hub may reuse the forward hub's copy only where that *is* a copy, in the same layout; it costs no time
     but keeps the copy alive. Otherwise it reads its operand afresh.
     """
-    u = table.classes[flow.u].results[flow.result]
-    v = operand_labels(table, flow)
+    v: Any = operand_labels(table, flow)
     tensor = flow_tensor(table, flow)
-    starts = u.layouts
+    starts: Any = table.classes[flow.u].results[flow.result].layouts
     seconds = np.zeros((len(starts), len(v.layouts)))
     copies = np.zeros((len(starts), len(v.layouts)), np.int64)
     if flow.operand == REUSE:
