@@ -1,0 +1,104 @@
+"""Resharding: the priced sequence of steps is what XLA does, byte for byte."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard_ilp.costs.collectives import CollectiveCosts
+from autoshard_ilp.costs.profile import load_profile
+from autoshard_ilp.costs.reshard import ReshardTables, seconds, steps
+from autoshard_ilp.costs.topology import MeshLinks
+from autoshard_ilp.sharding import divisible_layouts, local_bytes
+from compiled import SIZES, mesh_of, needs_cuda, predicted, sent, sharding
+
+SHAPE = (512, 1024, 64)
+
+
+def _costs(name: str = "h100", sizes: tuple[int, ...] = SIZES) -> CollectiveCosts:
+    names = ("a", "b", "c", "d")[: len(sizes)]
+    return CollectiveCosts(MeshLinks.create(load_profile(name), names, sizes))
+
+
+def _line(start: tuple[int, ...], end: tuple[int, ...]) -> str:
+    found = steps(SHAPE, 2, start, end, SIZES, _costs())
+    return " ; ".join(f"{s.kind} {s.axes} {int(s.payload_bytes)}" for s in found)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "line"),
+    [
+        ((0, 1), (0, 1), ""),
+        ((-1, -1), (0, 1), "slice (0,) 0 ; slice (1,) 0"),
+        ((0, 1), (0, -1), "all-gather (1,) 33554432"),
+        ((0, 0), (-1, -1), "all-gather (0, 1) 67108864"),
+        ((0, 1), (1, 1), "all-to-all (0,) 8388608 ; collective-permute (0, 1) 8388608"),
+        ((-1, 0), (-1, 1), "all-to-all (1,) 16777216"),
+        ((-1, 0), (1, 0), "slice (0,) 0"),
+        ((0, 0), (-1, 0), "all-gather (0,) 16777216 ; collective-permute (0, 1) 8388608"),
+        ((0, -1), (-1, 1), "slice (1,) 0 ; all-gather (0,) 16777216"),
+    ],
+)
+def test_steps(start, end, line):
+    assert _line(start, end) == line
+
+
+def _pairs(seed: int, count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    layouts = divisible_layouts(SHAPE, SIZES)
+    pairs = [(a, b) for a, b in itertools.product(layouts, layouts) if a != b]
+    return random.Random(seed).sample(pairs, count)
+
+
+def _compiled_mismatches(target: str, pairs: list) -> list:
+    mesh = mesh_of(target)
+    wrong = []
+    for start, end in pairs:
+        path = steps(SHAPE, 2, start, end, SIZES, _costs())
+
+        def walk(x, start=start, path=path):
+            x = jax.lax.with_sharding_constraint(x * 2, sharding(mesh, start, 3))
+            for step in path:
+                x = jax.lax.with_sharding_constraint(x, sharding(mesh, step.after, 3))
+            return x + 1
+
+        want = predicted([(s.kind, s.axes, s.payload_bytes) for s in path if s.kind != "slice"])
+        got = sent(walk, mesh, [SHAPE], [start], end)
+        if want.keys() != got.keys() or any(abs(want[k] - got[k]) > 0.01 * want[k] for k in want):
+            wrong.append((start, end, want, got))
+    return wrong
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_gpu_compiler_sends_what_is_priced():
+    assert not _compiled_mismatches("h100:8", _pairs(0, 40))
+
+
+@needs_cuda
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_gpu_compiler_sends_what_is_priced_for_every_pair():
+    assert not _compiled_mismatches("h100:8", _pairs(0, 240))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(data=st.data())
+def test_tables_agree_with_single_prices(data):
+    sizes = data.draw(st.sampled_from([(8,), (2, 4), (2, 2, 2)]))
+    shape = tuple(data.draw(st.lists(st.sampled_from([1, 3, 8, 12, 16, 40]), min_size=1, max_size=3)))
+    layouts = divisible_layouts(shape, sizes)
+    costs = _costs("tpu-v5e", sizes)
+    tables = ReshardTables(sizes, costs)
+    a, b = data.draw(st.sampled_from(layouts)), data.draw(st.sampled_from(layouts))
+    found = tables.table(shape, 4, layouts, layouts)[layouts.index(a), layouts.index(b)]
+    assert found == pytest.approx(seconds(steps(shape, 4, a, b, sizes, costs), costs), rel=1e-12)
+    assert (found == 0) == all(x in (-1, y) for x, y in zip(a, b, strict=True))
+    copies = tables.copies(shape, 4, layouts, layouts)
+    assert copies[layouts.index(a), layouts.index(b)] == (0 if a == b else local_bytes(shape, 4, b, sizes))
+    assert np.all(np.diag(tables.table(shape, 4, layouts, layouts)) == 0)
