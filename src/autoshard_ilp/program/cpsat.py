@@ -13,7 +13,7 @@ The equalities make the relaxation the local polytope, far tighter than ``y >= x
 from __future__ import annotations
 
 import math
-import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from autoshard_ilp.program.net import EmptyNodeError, Net
 
 RESOLUTION = 2**34  # integer objective units between the base and the upper bound
 MAX_INT = 2**60
+WORKERS = 8  # not the number of cores: the same plan on every machine
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class CpResult:
     rounding_error_seconds: float
     variables: int
     constraints: int
+    interrupted: bool = False  # by KeyboardInterrupt; the caller keeps the choices, then raises it again
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,13 @@ class _Builder:
         expression = self.cp.LinearExpr.weighted_sum(variables, weights) + constant
         return expression, largest + constant
 
+    def choices(self, solver: Any) -> np.ndarray:
+        """The strategy of every node in the solver's best assignment."""
+        choices = np.zeros(len(self.net.cost), np.int64)
+        for v, own in self.x.items():
+            choices[v] = next(s for s, variable in own.items() if solver.boolean_value(variable))
+        return choices
+
     def add_hint(self, choices: np.ndarray) -> None:
         """Start from known choices."""
         for v, own in self.x.items():
@@ -193,29 +202,80 @@ class _Builder:
                 self.model.add_hint(variable, int(index == at))
 
 
-def _callback(cp_model: Any, base: float, unit: float, on_progress: Callable[[dict], None]) -> Any:
+@dataclass(frozen=True)
+class CpRun:
+    """How one search ended; ``interrupted``: by KeyboardInterrupt, after which what was found is still there."""
+
+    solver: Any
+    status: Any
+    interrupted: bool
+
+
+def run_solver(
+    model: Any, options: CpOptions, report: Callable[[float, float], None] | None = None, absolute_gap: float = 0.0
+) -> CpRun:
+    """Solve a model in a thread of its own, so that Ctrl-C reaches this one and stops the search.
+
+    Args:
+        model: a ``CpModel``.
+        options: deadline, seed, workers.
+        report: called with objective and bound (integer units) at each better solution; what it raises is raised here
+            once the search has stopped.
+        absolute_gap: integer units.
+    """
+    cp_model = load_cp_model()
+    solver = cp_model.CpSolver()
+    configure(solver, options)
+    solver.parameters.absolute_gap_limit = max(absolute_gap, 0.99)
+    raised: list[BaseException] = []
+
     class Report(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
-            on_progress(
-                {
-                    "stage": "cp-sat",
-                    "objective": base + self.objective_value * unit,
-                    "lower_bound": base + self.best_objective_bound * unit,
-                }
-            )
+            try:
+                if report is not None and not raised:
+                    report(self.objective_value, self.best_objective_bound)
+            except BaseException as error:  # must not cross the C++ frames below
+                raised.append(error)
+                self.stop_search()
 
-    return Report()
+    status: list[Any] = []
+
+    def work() -> None:
+        try:
+            status.append(solver.solve(model, Report()))
+        except BaseException as error:  # raised again in the caller's thread
+            raised.append(error)
+
+    thread = threading.Thread(target=work, name="cp-sat", daemon=True)
+    interrupted = False
+    thread.start()
+    while thread.is_alive():
+        try:
+            thread.join(0.2)
+            if interrupted:
+                solver.stop_search()  # again: a first call may come before the search has begun
+        except KeyboardInterrupt:
+            interrupted = True
+            solver.stop_search()
+    for error in raised:
+        if not isinstance(error, KeyboardInterrupt):
+            raise error
+        interrupted = True
+    if status[0] == cp_model.MODEL_INVALID:
+        raise AutoshardError(f"CP-SAT refused the model. Received: {model.validate()[:300]}. Please report this.")
+    return CpRun(solver, status[0], interrupted)
 
 
 def configure(solver: Any, options: CpOptions) -> None:
     """Deterministic settings: fixed number of workers, interleaved search, a seed, the time that is left."""
-    workers = options.workers or os.cpu_count() or 1
+    workers = options.workers or WORKERS
     p = solver.parameters
     p.num_workers = workers
     p.interleave_search = workers > 1
     p.random_seed = options.seed % (2**31 - 1)
     p.max_time_in_seconds = max(0.01, options.deadline - time.monotonic())
     p.linearization_level = 2
+    p.catch_sigint_signal = False  # Python handles Ctrl-C, see run_solver
 
 
 def solve_net(
@@ -251,6 +311,8 @@ def solve_net(
     b.add_nodes()
     for number in net.factors:
         b.add_factor(number)
+        if time.monotonic() > options.deadline:
+            return CpResult("unknown", None, b.base, 0.0, 0, 0)
     for row in rows:
         assert capacity is not None
         expression, largest = b.usage(row)
@@ -264,23 +326,23 @@ def solve_net(
     b.model.minimize(cp_model.LinearExpr.weighted_sum(b.terms, b.coefficients))
     if hint is not None:
         b.add_hint(hint)
-    solver = cp_model.CpSolver()
-    configure(solver, options)
-    solver.parameters.absolute_gap_limit = max(options.absolute_gap / b.unit, 0.99)
-    callback = None if on_progress is None else _callback(cp_model, b.base, b.unit, on_progress)
-    status = solver.solve(b.model, callback) if callback is not None else solver.solve(b.model)
+    tell = None
+    if on_progress is not None:
+
+        def tell(objective: float, bound: float) -> None:
+            on_progress(
+                {"stage": "cp-sat", "objective": b.base + objective * b.unit, "lower_bound": b.base + bound * b.unit}
+            )
+
+    run = run_solver(b.model, options, tell, options.absolute_gap / b.unit)
     sizes = (len(b.model.proto.variables), len(b.model.proto.constraints))
-    if status == cp_model.MODEL_INVALID:
-        raise AutoshardError(f"CP-SAT refused the model. Received: {b.model.validate()[:300]}. Please report this.")
-    if status == cp_model.INFEASIBLE:
+    if run.status == cp_model.INFEASIBLE:
         return CpResult("infeasible", None, upper, 0.0, *sizes)
-    bound = b.base + max(0.0, solver.best_objective_bound) * b.unit
-    if status == cp_model.UNKNOWN:
-        return CpResult("unknown", None, bound, b.rounding, *sizes)
-    choices = np.zeros(len(net.cost), np.int64)
-    for v, own in b.x.items():
-        choices[v] = next(s for s, variable in own.items() if solver.boolean_value(variable))
-    return CpResult("optimal" if status == cp_model.OPTIMAL else "feasible", choices, bound, b.rounding, *sizes)
+    bound = b.base + max(0.0, run.solver.best_objective_bound) * b.unit
+    if run.status == cp_model.UNKNOWN:
+        return CpResult("unknown", None, bound, b.rounding, *sizes, run.interrupted)
+    status = "optimal" if run.status == cp_model.OPTIMAL else "feasible"
+    return CpResult(status, b.choices(run.solver), bound, b.rounding, *sizes, run.interrupted)
 
 
 def minimise_peak(
@@ -301,15 +363,11 @@ def minimise_peak(
     for row in rows:
         b.model.add(b.usage(row)[0] <= peak)
     b.model.minimize(peak)
-    solver = cp_model.CpSolver()
-    configure(solver, options)
-    status = solver.solve(b.model)
-    if status == cp_model.INFEASIBLE:
+    run = run_solver(b.model, options)
+    if run.status == cp_model.INFEASIBLE:
         return None, upper
-    bound = max(lower, math.ceil(solver.best_objective_bound - 0.5)) if status != cp_model.UNKNOWN else lower
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return None, bound
-    choices = np.zeros(len(net.cost), np.int64)
-    for v, own in b.x.items():
-        choices[v] = next(s for s, variable in own.items() if solver.boolean_value(variable))
+    bound = max(lower, math.ceil(run.solver.best_objective_bound - 0.5)) if run.status != cp_model.UNKNOWN else lower
+    choices = b.choices(run.solver) if run.status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    if run.interrupted and choices is None:
+        raise KeyboardInterrupt
     return choices, bound
