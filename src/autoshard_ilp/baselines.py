@@ -111,9 +111,7 @@ def plan_baseline(step: Step, traced: Any, request: Any, name: str, progress: An
         progress: an :class:`autoshard_ilp.progress.Progress`.
     """
     from autoshard_ilp import api
-    from autoshard_ilp._ortools import load_cp_model
 
-    load_cp_model()
     check_name(name)
     restriction = BASELINES[name](traced, request.mesh)
     request = replace(request, restriction=restriction.of_paths)

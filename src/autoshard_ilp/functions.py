@@ -78,10 +78,8 @@ def optimize_fn(
         InfeasibleError: no plan fits the budget and the pins; carries the smallest budget that does.
     """
     from autoshard_ilp import api
-    from autoshard_ilp._ortools import load_cp_model
     from autoshard_ilp.progress import Progress
 
-    load_cp_model()
     _check_function(fn, args)
     request = api.check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
     with Progress(progress).running() as shown:
