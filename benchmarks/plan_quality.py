@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from cases import CASES, QUALITY, SMOKE
@@ -121,29 +122,36 @@ def report(rows: list[dict[str, Any]], target: str | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="one tiny case, printed only")
-    parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--only", default="", help="cases whose name contains one of these texts, with commas")
     parser.add_argument("--compile", metavar="TARGET", help='compile the plans of this target\'s cases, e.g. "h100:8"')
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver, per plan")
+    parser.add_argument("--output", type=Path, help="file to write; partial runs are only printed without it")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         answer(options.answer, measure(options.case, options.time_limit, options.compile))
         return 0
-    names = list(SMOKE) if options.smoke else [name for name in QUALITY if options.only in name]
+    names = (
+        list(SMOKE)
+        if options.smoke
+        else [name for name in QUALITY if any(text in name for text in options.only.split(","))]
+    )
     extra = ["--time-limit", str(options.time_limit)]
     if options.compile:
         chip = options.compile.partition(":")[0]
         names = [name for name in names if CASES[name].hardware == chip]
         extra += ["--compile", options.compile]
     suffix = f"-{options.compile.replace(':', '-')}" if options.compile else ""
+    whole = not options.smoke and not options.only
+    output = options.output or (result_file(f"plan_quality{suffix}") if whole else None)
     rows: list[dict[str, Any]] = []
     for name in names:
         rows += in_own_process(__file__, name, extra)
         print(f"{name}: {rows[-1].get('status')}", file=sys.stderr, flush=True)
-        if not options.smoke and not options.only:
-            result_file(f"plan_quality{suffix}").write_text(report(rows, options.compile))
-    if options.smoke or options.only:
+        if output:
+            output.write_text(report(rows, options.compile))
+    if not output:
         print(report(rows, options.compile))
     return 0 if rows and not any(str(row.get("status", "")).startswith("failed") for row in rows) else 1
 
