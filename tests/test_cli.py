@@ -1,19 +1,23 @@
 """The command line: results on stdout, messages on stderr, exit codes, no traceback."""
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
 
+import keras
 import pytest
 from typer.testing import CliRunner
 
 import cli_models  # noqa: F401  # its folder is on the path under pytest
-from autoshard_ilp import api, cli
+from autoshard_ilp import api, cli, summary
 from autoshard_ilp.cli import app, parse_pins
 from autoshard_ilp.console import FAULT
 from autoshard_ilp.errors import InputShapeError, PlanFileError
+from autoshard_ilp.plan import Plan
+from autoshard_ilp.summary import grouped, rows
 
 PLAN = ("plan", "cli_models:small", "--mesh", "data=2,model=4", "--batch-size", "16")
 
@@ -72,10 +76,9 @@ def test_a_baseline_stands_next_to_the_plan():
     assert max(map(len, result.stdout.splitlines())) <= 60
 
 
-def test_a_budget_too_small_exits_with_1_and_names_the_smallest():
+def test_a_budget_too_small_exits_with_1():
     message = fails(1, *PLAN, "--memory-budget", "1000", "--time-limit", "2")
-    assert "1.0 kB" in message
-    assert "The smallest budget that fits is" in message
+    assert re.search(r"infeasible: No plan .* Received: (a budget of )?1\.0 kB", message)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +189,10 @@ def test_verify_builds_the_model_again_and_compiles(plan_file):
 
 
 def test_verify_prints_the_comparison(plan_file, tmp_path):
-    result = run("verify", plan_file, "--target", "cpu", "--hlo", tmp_path / "step.txt")
+    narrow = {"COLUMNS": "70"}
+    result = run("verify", plan_file, "--target", "cpu", "--hlo", tmp_path / "step.txt", environment=narrow)
     assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 70
     assert "Compiled for cpu:8" in result.stdout
     assert "peak memory" in result.stdout
     assert (tmp_path / "step.txt").read_text().startswith("HloModule")
@@ -204,6 +209,15 @@ def test_verify_refuses_other_models_and_files(plan_file, tmp_path):
     nameless = json.loads(plan_file.read_text()) | {"origin": {}}
     damaged.write_text(json.dumps(nameless))
     assert "--model" in fails(2, "verify", damaged)
+
+
+def test_a_step_without_room_on_the_target_exits_with_1(plan_file, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 27.6G of 15.75G.")
+
+    monkeypatch.setattr(Plan, "verify", full)
+    message = fails(1, "verify", plan_file, "--target", "cpu:8")
+    assert "Used 27.6G of 15.75G. Plan again" in message
 
 
 def test_profiles_are_listed():
@@ -225,6 +239,65 @@ def test_narrow_and_ascii_terminals_are_served():
     lines = done.stdout.decode("ascii").splitlines()
     assert max(map(len, lines)) <= 60
     assert done.stderr == b""
+
+
+# -- summaries ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def deep_plan():
+    """A stack of equal blocks, with an optimizer whose slots the plan may lay out apart from their variable."""
+
+    def build():
+        inputs = keras.Input((64,), name="features")
+        x = inputs
+        for i in range(4):
+            x = keras.layers.Dense(64, name=f"block_{i}_projection_with_a_long_name", use_bias=False)(x)
+        model = keras.Model(inputs, x)
+        model.compile(optimizer=keras.optimizers.Adam(), loss="mse")
+        return model
+
+    return api.optimize(build, {"data": 2, "model": 4}, "1GB", hardware="h100", batch_size=16)
+
+
+def test_repeated_layers_and_their_slots_are_one_line(deep_plan):
+    found = {row["path"]: row for row in grouped(deep_plan) if row["role"] == "parameter"}
+    (kernel,) = found.values()
+    assert kernel["path"] == "block_*_projection_with_a_long_name/kernel"
+    assert (kernel["count"], kernel["shape"]) == (4, (64, 64))
+    every = [row for row in rows(deep_plan) if row["shape"] == (64, 64)]
+    slots = [row for row in grouped(deep_plan) if row["path"].endswith(" slots")]
+    merged = [kernel, *slots]
+    assert sum(row["count"] * (1 + row["slots"]) for row in merged) == len(every) == 12
+    assert sum(row["bytes_per_device"] for row in merged) == sum(row["bytes_per_device"] for row in every)
+
+
+def test_slots_apart_from_their_variable_follow_it(deep_plan):
+    apart = tuple(
+        dataclasses.replace(leaf, layout=(1, 0)) if leaf.path.endswith("kernel_momentum") else leaf
+        for leaf in deep_plan.arguments
+    )
+    paths = [row["path"] for row in grouped(dataclasses.replace(deep_plan, arguments=apart))]
+    kernel = "block_*_projection_with_a_long_name/kernel"
+    assert paths.index(f"{kernel} slots") == paths.index(kernel) + 1
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_summaries_fit_and_hide_no_path(deep_plan, width):
+    text = deep_plan.summary(width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "\u2026" not in text
+    for part in ("block_*_projection_with_a_", "long_name", "kernel", "inputs/features"):
+        assert part in text
+    for part in ("Predicted step", "ollectives", "Memory per device at the peak", "optimal: total"):
+        assert part in text
+
+
+def test_long_tables_name_what_they_leave_out(deep_plan, monkeypatch):
+    monkeypatch.setattr(summary, "MAX_LAYOUTS", 1)
+    hidden = re.search(r"(\d+) small variables are not shown", " ".join(deep_plan.summary().split()))
+    assert hidden is not None
+    assert int(hidden[1]) == len(rows(deep_plan)) - 12
 
 
 # -- quickness and quiet -----------------------------------------------------------------------------------------------

@@ -296,13 +296,25 @@ def verify(
     with contextlib.redirect_stdout(sys.stderr):
         factory = _factory(model or str(origin["model"]), sequence_length)
         bound = stored.bind(factory, sequence_length=sequence_length)
-        with quiet_native_logs():
-            checked = bound.verify(str(where), seconds=_seconds_of(stored))
+        checked = _compiled(bound, str(where), _seconds_of(stored))
     if hlo is not None:
         hlo.write_text(checked.text, encoding="utf-8")
     if as_json:
         return print_json(_verification(checked))
-    return print_text(checked.summary())
+    return print_text(checked.summary(width(), only_ascii=only_ascii()))
+
+
+def _compiled(bound: Any, target: str, seconds: Any) -> Any:
+    try:
+        with quiet_native_logs():
+            return bound.verify(target, seconds=seconds)
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise InfeasibleError(
+            f"The compiler of the target must find room for the step. Received from {target}: "
+            f"{' '.join(str(error).split())[:500]} Plan again with a smaller memory budget."
+        ) from error
 
 
 def _virtual_cpu_devices(count: int) -> None:

@@ -24,15 +24,16 @@ def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], *,
         note: below the table.
     """
     from rich import box
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
-    made.caption, made.caption_justify = note or None, "left"
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for position, name in enumerate(columns):
         made.add_column(name, justify="left" if position < left else "right", overflow="fold")
     for cells in lines:
         made.add_row(*cells)
-    return made
+    return Group(Text(title, style="bold"), made, *([Text(note)] if note else []))  # a caption would wrap early
 
 
 def room(width: int, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> int:

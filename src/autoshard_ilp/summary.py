@@ -174,6 +174,8 @@ def _cost_table(plan: Any, width: int) -> Any:
 
 def _collective_table(plan: Any, width: int) -> Any:
     """The dearest collectives, those of the same kind, size and place together."""
+    if not plan.collectives:
+        return "No collectives"
     scopes = Counter(c.operation.partition("/")[0] for c in plan.collectives if c.operation.count("/") > 1)
     top = f"{scopes.most_common(1)[0][0]}/" if scopes else ""  # the model's own name says nothing
     together: dict[tuple[str, ...], tuple[float, float]] = {}
@@ -190,13 +192,12 @@ def _collective_table(plan: Any, width: int) -> Any:
     if narrow := bool(lines) and room(width, columns, lines) < 36:
         columns = [columns[0], *columns[4:]]
         lines = [[f"{x[0]}\n  {x[1]} {x[2]} {x[3]}", *x[4:]] for x in lines]
-    space = max(20, width - 24) if narrow or not lines else room(width, columns, lines)
+    space = max(20, width - 24) if narrow else room(width, columns, lines)
     for cells in lines:
         path, *below = cells[0].split("\n")
         cells[0] = "\n".join([wrapped(path, space), *below])
     rest = sum(seconds for _, (_, seconds) in order[MAX_COLLECTIVES:])
     note = f"{len(order) - MAX_COLLECTIVES} more take {format_seconds(rest)} together." if rest else ""
-    note = note if order else "none"
     return table("Dearest collectives", columns, lines, left=1 if narrow else 3, note=note)
 
 

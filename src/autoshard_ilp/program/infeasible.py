@@ -115,7 +115,8 @@ class _Minimum:
             if self._finished() or not self.rows:
                 break
             choices, bound = least_cost(weighted_usage(self.program, self.rows, weights), self.deadline)
-            self.lower = max(self.lower, math.ceil(bound * (1 - 1e-12) - 1e-6))
+            if math.isfinite(bound):  # no bound, and no plan, when time ran out at once
+                self.lower = max(self.lower, math.ceil(bound * (1 - 1e-12) - 1e-6))
             before = len(self.rows)
             if choices is not None:
                 self._see(choices)

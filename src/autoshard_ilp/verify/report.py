@@ -187,26 +187,26 @@ class Verification:
             for row in self.rows_by_collective
         ]
 
-    def summary(self) -> str:
-        """The comparison as text: collectives per kind and mesh axes, then memory, FLOP and totals."""
-        import io
+    def summary(self, width: int = 150, *, only_ascii: bool = False) -> str:
+        """The comparison as text: collectives per kind and mesh axes, then memory, FLOP and totals.
 
-        from rich.console import Console
+        Args:
+            width: in columns.
+            only_ascii: draw lines with ASCII characters, for locales that have no others.
+        """
         from rich.table import Table
+
+        from autoshard_ilp.render import rendered
 
         table = Table(title=f"Compiled for {self.target} in {self.compile_seconds:.1f} s")
         for position, name in enumerate(_COLUMNS):
-            table.add_column(name, justify="left" if position < 2 else "right")
+            table.add_column(name, justify="left" if position < 2 else "right", overflow="fold")
         for line in self._lines():
             table.add_row(*line)
         totals = Table("", "predicted", "compiled", "ratio")
         for total in self._totals():
             totals.add_row(*total)
-        console = Console(file=io.StringIO(), width=150, color_system=None)
-        console.print(table)
-        console.print(totals)
-        assert isinstance(console.file, io.StringIO)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        return rendered([table, totals], width, only_ascii).rstrip("\n")
 
     def __repr__(self) -> str:
         return (
