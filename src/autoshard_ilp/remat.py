@@ -26,12 +26,12 @@ POLICIES = ("never", "selective", "full")
 """From the fastest to the smallest."""
 
 NARROW_OPS = 12
-"""A cut is a minimum of the forward pass's width among this many operations on either side ..."""
+"""A dip is a minimum of the forward pass's width among this many operations on either side."""
 
 NEIGHBOURHOOD_OPS = 200
-"""... and about as narrow as the narrowest place this far around (a layer or two)."""
+"""A cut is a dip about as narrow as the usual one this far around (a layer or two)."""
 
-NARROW_RATIO = 1.3
+NARROW_RATIO = 1.05
 
 
 def rematerialise(graph: Graph, policy: str) -> Graph:
@@ -85,7 +85,7 @@ def _narrow_tensors(graph: Graph) -> set[int]:
                 width[place[op.id] + 1] += graph.tensors[t].bytes
                 width[max(uses) + 1 if max(uses) + 1 < len(width) else -1] -= graph.tensors[t].bytes
     width = np.cumsum(width)[: len(forward)]
-    cuts = [p for p in range(1, len(forward) - 1) if _is_narrow(width, p)]
+    cuts = _narrow_places(width)
     kept = set()
     for t, start, end in spans:
         inside = np.searchsorted(cuts, start)
@@ -94,10 +94,18 @@ def _narrow_tensors(graph: Graph) -> set[int]:
     return kept
 
 
-def _is_narrow(width: np.ndarray, place: int) -> bool:
-    near = width[max(0, place - NARROW_OPS) : place + NARROW_OPS + 1]
-    around = width[max(0, place - NEIGHBOURHOOD_OPS) : place + NEIGHBOURHOOD_OPS + 1]
-    return bool(width[place] <= near.min() and width[place] <= NARROW_RATIO * max(around.min(), 1.0))
+def _narrow_places(width: np.ndarray) -> list[int]:
+    """Dips of the width that are no wider than the usual dip around them."""
+    dips = [
+        p
+        for p in range(1, len(width) - 1)
+        if width[p] > 0 and width[p] <= width[max(0, p - NARROW_OPS) : p + NARROW_OPS + 1].min()
+    ]
+    return [
+        p
+        for p in dips
+        if width[p] <= NARROW_RATIO * np.median([width[q] for q in dips if abs(q - p) <= NEIGHBOURHOOD_OPS])
+    ]
 
 
 class _Rewriter:

@@ -1,0 +1,254 @@
+"""Buffers, repeated layers, hubs and rematerialisation: the stages between graph and program."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autoshard_ilp as autoshard
+from autoshard_ilp.check import check_graph
+from autoshard_ilp.costs.fold import fold
+from autoshard_ilp.costs.memory import analyse
+from autoshard_ilp.graph import build_graph, insert_hubs
+from autoshard_ilp.remat import recomputed_scopes, rematerialise
+from profiles_for_tests import toy
+
+MESH = {"data": 2, "model": 4}
+
+
+def _graph(function, *args, aliases=None):
+    closed = jax.make_jaxpr(function)(*args)
+    paths = [f"args/{i}" for i in range(len(closed.in_avals))]
+    results = [f"outputs/{i}" for i in range(len(closed.out_avals))]
+    return build_graph(closed, argument_paths=paths, result_paths=results, aliases=aliases or {})
+
+
+def _stored(graph):
+    buffers = analyse(graph)
+    return [
+        (op.primitive, graph.tensors[t].shape)
+        for op in graph.ops
+        for t in op.outputs
+        if buffers.stored[t] and op.primitive != "argument"
+    ]
+
+
+X = jnp.zeros((64, 64))
+
+
+# -- buffers
+
+
+def test_an_elementwise_chain_is_one_buffer():
+    assert _stored(_graph(lambda x, w: jnp.sum(((x @ w) * 2 + 1) ** 2 - 3), X, X)) == [("dot_general", (64, 64))]
+
+
+def test_what_a_product_reads_is_written():
+    graph = _graph(lambda x, w: (x * 2) @ w, X, X)
+    assert _stored(graph) == [("mul", (64, 64)), ("dot_general", (64, 64))]
+
+
+def test_views_share_their_operands_buffer_and_keep_it_alive():
+    graph = _graph(lambda x, w: ((x @ w).reshape(4096), (x * 2) @ w), X, X)
+    buffers = analyse(graph)
+    dot = next(op for op in graph.ops if op.primitive == "dot_general")
+    view = next(op for op in graph.ops if op.primitive == "reshape")
+    assert not buffers.stored[view.outputs[0]] and buffers.root[view.outputs[0]] == dot.outputs[0]
+
+
+def test_cheap_values_are_recomputed_and_dear_ones_kept():
+    def two_uses(f):
+        return lambda x, w: (jnp.sum(f(x @ w)), jnp.sum(f(x @ w) * x))
+
+    assert ("exp", (64, 64)) in _stored(_graph(lambda x, w: (lambda y: (y.sum(), (y * x).sum()))(jnp.exp(x @ w)), X, X))
+    cheap = _stored(_graph(lambda x, w: (lambda y: (y.sum(), (y * x).sum()))((x @ w) + 1), X, X))
+    assert cheap == [("dot_general", (64, 64))]
+    assert two_uses(jnp.exp)(X, X)[0].shape == ()
+
+
+def test_donated_state_is_updated_in_place():
+    graph = _graph(lambda w, g: (w - 0.1 * g * g, jnp.sum(w)), X, X, aliases={0: 0})
+    assert _stored(graph) == []
+
+
+def test_a_scan_holds_its_stacked_results_from_its_start():
+    def cumulate(c, x):
+        c = jnp.tanh(c + x)
+        return c, c @ X
+
+    graph = _graph(lambda xs: jax.lax.scan(cumulate, jnp.zeros((64, 64)), xs)[1], jnp.zeros((5, 64, 64)))
+    buffers = analyse(graph)
+    stack = next(op for op in graph.ops if op.primitive == "loop_stack")
+    inside = [op.id for op in graph.ops if op.region]
+    assert buffers.start[stack.outputs[0]] <= min(buffers.time[i] for i in inside)
+    assert buffers.end[stack.outputs[0]] == buffers.horizon
+
+
+# -- repeated layers
+
+
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(
+    before=st.lists(st.integers(0, 3), max_size=6),
+    layer=st.lists(st.integers(0, 5), min_size=2, max_size=8),
+    repeats=st.integers(1, 12),
+    window=st.integers(1, 10),
+)
+def test_folding_ties_equal_windows_only(before, layer, repeats, window):
+    codes = [*("head", *before), *layer * repeats, "tail"]
+    classes = fold(codes, [window] * len(codes))
+    seen: dict[int, tuple] = {}
+    for i, c in enumerate(classes):
+        around = (i - max(0, i - window), tuple(codes[max(0, i - window) : i + window + 1]))
+        assert seen.setdefault(c, around) == around
+    assert len(seen) == len(
+        {(min(i, window), tuple(codes[max(0, i - window) : i + window + 1])) for i in range(len(codes))}
+    )
+    assert sorted(set(classes)) == list(range(len(seen)))
+
+
+def _deep(layers: int):
+    def build():
+        import keras
+
+        inputs = keras.Input((256,))
+        x = inputs
+        for _ in range(layers):
+            x = x + keras.layers.Dense(256)(
+                keras.layers.Dense(1024, activation="gelu")(keras.layers.LayerNormalization()(x))
+            )
+        model = keras.Model(inputs, keras.layers.Dense(16)(x))
+        model.compile(keras.optimizers.Adam(1e-3), "mse")
+        return model
+
+    return build
+
+
+def test_folded_and_free_layers_have_the_same_optimum():
+    options = {"hardware": toy(), "batch_size": 64}
+    folded = autoshard.optimize(_deep(5), MESH, **options)
+    free = autoshard.optimize(_deep(5), MESH, solver=autoshard.SolverOptions(fold_layers=False), **options)
+    assert len(folded.trail.program.nodes) < 0.8 * len(free.trail.program.nodes)
+    assert folded.status == free.status == "optimal"
+    assert folded.cost.total_s == pytest.approx(free.cost.total_s, rel=1e-5)
+    assert folded.memory.peak_bytes > 0
+
+
+def test_twice_the_layers_make_no_bigger_program():
+    small, large = (autoshard.optimize(_deep(n), MESH, hardware=toy(), batch_size=64) for n in (6, 12))
+    assert len(large.trail.program.nodes) <= 1.1 * len(small.trail.program.nodes)
+
+
+def test_cost_is_the_sum_of_its_parts_and_the_solvers_objective():
+    plan = autoshard.optimize(_deep(2), MESH, hardware=toy(), batch_size=64)
+    communication = sum(c.seconds * c.count for c in plan.collectives)
+    assert plan.cost.communication_s == pytest.approx(communication)
+    assert plan.cost.total_s == pytest.approx(plan.cost.compute_s + communication)
+    assert plan.trail.program.cost(plan.trail.solution.choices) == pytest.approx(plan.cost.total_s, rel=1e-9)
+    assert sum(plan.memory.parts.values()) == plan.memory.peak_bytes
+    assert plan.trail.program.peak(plan.trail.solution.choices) == plan.memory.peak_bytes
+
+
+# -- gather once or gather again
+
+
+def _weights_only(path: str, layout) -> bool:
+    return True
+
+
+def test_a_tight_budget_gathers_again():
+    """Weights pinned to shards, large batch: a loose budget keeps the gathered copies, a tight one does not."""
+    pins = {r"^sequential[^/]*/dense[^/]*/kernel$": ("all", None)}
+    options = {
+        "hardware": toy(flops_per_s=1e15, memory_bytes_per_s=1e15),
+        "batch_size": 512,
+        "pins": pins,
+        "remat": "never",
+    }
+    mesh = {"all": 8}
+    loose = autoshard.optimize(_wide(), mesh, **options)
+    tight = autoshard.optimize(_wide(), mesh, int(loose.memory.peak_bytes * 0.8), **options)
+    gathered = [
+        sum(c.count * c.bytes_per_device for c in p.collectives if c.kind == "all-gather") for p in (loose, tight)
+    ]
+    assert tight.memory.peak_bytes <= 0.8 * loose.memory.peak_bytes
+    assert gathered[1] > gathered[0] > 0
+
+
+def _wide():
+    def build():
+        import keras
+
+        model = keras.Sequential([keras.Input((1024,)), *(keras.layers.Dense(1024, use_bias=False) for _ in range(6))])
+        model.compile(keras.optimizers.SGD(1e-3), "mse")
+        return model
+
+    return build
+
+
+# -- rematerialisation
+
+
+def _loss(params, x):
+    for w in params:
+        x = x + jnp.tanh(jax.nn.gelu(x @ w[0]) @ w[1])
+    return jnp.sum(x**2)
+
+
+def _params(layers: int):
+    return [(jnp.full((64, 256), 0.01 * (i + 1)), jnp.full((256, 64), 0.02)) for i in range(layers)]
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_rematerialised_graph_computes_the_same_with_less_memory(policy):
+    from autoshard_ilp.apply import Decisions, planned_function
+
+    step = jax.value_and_grad(_loss)
+    params, x = _params(6), jnp.linspace(0, 1, 64 * 64).reshape(64, 64)
+    flat = [*jax.tree.leaves(params), x]
+    graph = _graph(step, params, x)
+    rewritten = insert_hubs(rematerialise(graph, policy))
+    check_graph(rewritten)
+    products = sum(op.primitive == "dot_general" for op in rewritten.ops) - sum(
+        op.primitive == "dot_general" for op in graph.ops
+    )
+    assert (products == 0) if policy == "selective" else (products > 0)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("all",))
+    got = jax.jit(planned_function(rewritten, Decisions(), mesh, ("all",)))(*flat)
+    for a, b in zip(got, jax.tree.leaves(step(params, x)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+    def held(g):
+        b = analyse(g)
+        delta = np.zeros(b.horizon + 1)
+        for t in g.tensors:
+            if b.stored[t.id] and g.ops[t.producer].primitive != "argument":
+                delta[b.start[t.id]] += t.bytes
+                delta[b.end[t.id]] -= t.bytes
+        return np.cumsum(delta).max()
+
+    assert held(rewritten) < 0.8 * held(insert_hubs(graph))
+
+
+def test_never_changes_nothing():
+    graph = _graph(jax.value_and_grad(_loss), _params(2), X)
+    assert rematerialise(graph, "never") is graph
+    assert recomputed_scopes(graph) == ()
+
+
+def test_a_budget_below_the_activations_recomputes_them():
+    options = {"hardware": toy(), "batch_size": 4096}
+    kept = autoshard.optimize(_deep(5), MESH, remat="never", **options)
+    with pytest.raises(autoshard.InfeasibleError) as error:
+        autoshard.optimize(_deep(5), MESH, kept.memory.peak_bytes // 4, remat="never", **options)
+    assert error.value.minimum_budget > kept.memory.peak_bytes // 4
+    saved = autoshard.optimize(_deep(5), MESH, kept.memory.peak_bytes // 4, **options)
+    assert saved.remat_policy != "never" and saved.remat
+    assert saved.memory.peak_bytes <= kept.memory.peak_bytes // 4
+    assert dataclasses.asdict(saved.cost)["total_s"] > kept.cost.total_s
