@@ -173,6 +173,13 @@ class Messages:
             np.maximum(theta, 0.0, out=theta)
         return removed
 
+    def totals(self, v: int) -> np.ndarray:
+        """A lower bound (seconds above ``bound``) per strategy alive of ``v``: its cost and the best of each factor."""
+        total = self.theta[v].copy()
+        for p in self.ports[v]:
+            total += self.tables[p.factor].min(axis=p.others)[p.lab]
+        return total
+
     def decode(self) -> np.ndarray:
         """An assignment: each node in turn takes its best strategy given those before it."""
         choices = np.full(len(self.net.cost), -1, np.int64)

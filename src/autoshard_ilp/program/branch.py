@@ -7,19 +7,22 @@ plans either exceed a row or waste room. Branching on the bytes of one such deci
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autoshard_ilp.program.dual import Dual
+from autoshard_ilp.program.memory import held_by_edge, held_by_node
 from autoshard_ilp.program.net import EmptyNodeError, Net
 from autoshard_ilp.program.presolve import Presolve
+from autoshard_ilp.program.search import PROOF
 
 if TYPE_CHECKING:
-    from autoshard_ilp.program.constrained import Constrained, Priced
+    from autoshard_ilp.program.constrained import Constrained
 
-STEPS = 6
-SWEEPS = 4
+STEPS = 3
 CELLS = 5_000
 SHRINK = 0.75  # presolve again when this part of the strategies is left
 
@@ -43,18 +46,19 @@ class Tree:
         size = sum(len(net.alive[v]) for v in net.live)
         self.open = [Branch(self.search.lower, 0, net, prices, size)]
         self.count = 0
+        self.least_closed = math.inf  # bound of what was closed within the tolerance
 
     def run(self) -> list[int]:
         """Times to add as rows; empty when time is up. EmptyNodeError: finished, nothing beats the best plan."""
         dive: Branch | None = None
         while self.open or dive is not None:
             bounds = [b.bound for b in (self.open[:1] if dive is None else [dive, *self.open[:1]])]
-            self.search.prove(min(*bounds, self.search.upper))
+            self.search.prove(min(*bounds, self.least_closed, self.search.upper))
             if self.owner.stop():
                 return []
             branch = heapq.heappop(self.open) if dive is None else dive
             dive = None
-            if branch.bound > self.search.upper * (1 + 1e-10):
+            if self._closed(branch.bound):
                 continue
             self.search.report["tree_nodes"] = self.search.report.get("tree_nodes", 0) + 1
             try:
@@ -63,6 +67,9 @@ class Tree:
                 continue
             if fresh:
                 return fresh
+        if self.least_closed < self.search.upper:
+            self.search.prove(self.least_closed)
+            return []
         raise EmptyNodeError("tree")
 
     def _node(self, branch: Branch) -> tuple[list[int], Branch | None]:
@@ -82,62 +89,77 @@ class Tree:
             if not closed:
                 heapq.heappush(self.open, branch)
             return fresh, None
-        priced = self.owner.price(net, branch.prices, STEPS, SWEEPS)
-        bound = max(branch.bound, priced.bound)
-        if priced.fresh or self.owner.stop():
-            heapq.heappush(self.open, Branch(bound, self._number(), priced.net, priced.prices, size))
-            return priced.fresh, None
-        v, left = self._split(priced)
+        dual = Dual(self.owner, net, branch.prices, whole=False, steps=STEPS)
+        fresh = dual.run()
+        net, bound = dual.net, max(branch.bound, dual.bound)
+        if fresh or self.owner.stop():
+            heapq.heappush(self.open, Branch(bound, self._number(), net, dual.prices, size))
+            return fresh, None
+        if self._closed(bound):
+            return [], None
+        if not net.live:
+            return self.owner.settle(net, whole=False), None
+        v, left = self._split(dual)
         children = []
         for side in (left, ~left):
-            child = priced.net.copy()
+            child = net.copy()
             cost = child.cost[v].copy()
             cost[child.alive[v][~side]] = np.inf
             child.set_cost(v, cost)
-            children.append(Branch(bound, self._number(), child, priced.prices, size))
+            children.append(Branch(bound, self._number(), child, dual.prices, size))
         heapq.heappush(self.open, children[1])
         return [], children[0]
+
+    def _closed(self, bound: float) -> bool:
+        """Nothing below ``bound`` matters: it is within the tolerance of proofs."""
+        if bound < self.search.upper * (1 - 0.5 * PROOF):
+            return False
+        self.least_closed = min(self.least_closed, bound)
+        return True
 
     def _number(self) -> int:
         self.count += 1
         return self.count
 
-    def _split(self, priced: Priced) -> tuple[int, np.ndarray]:
-        """A node and a bool mask over its strategies alive (neither empty nor full)."""
-        net = priced.net
-        weight = self._weights(priced)
-        over = [x for x, exceeds in priced.plans if exceeds]
-        fits = [x for x, exceeds in priced.plans if not exceeds]
-        best, choice = 0.0, None
-        for v, per_byte in weight.items():
-            held = net.bytes[v]
-            if held is None:
-                continue
-            own = held[net.alive[v]]
-            low, high = int(own.min()), int(own.max())
-            if low == high:
-                continue
-            between = (low + high) / 2
-            score = 1e-6 * per_byte * (high - low)
-            if over and fits:
-                a, b = int(held[over[-1][v]]), int(held[fits[-1][v]])
-                if a != b and low <= min(a, b) < high:
-                    between, score = min(a, b), per_byte * abs(a - b)
-            if score > best:
-                best, choice = score, (v, own <= between)
-        if choice is not None:
-            return choice
+    def _split(self, dual: Dual) -> tuple[int, np.ndarray]:
+        """A node and a bool mask over its strategies alive (neither empty nor full): the part that holds less."""
+        net, pair = dual.net, dual.disagreement()
+        if pair is not None:
+            over, under = pair
+            for v in self._by_bytes(dual, over, under):
+                alive, held = net.alive[v], net.bytes[v]
+                own = np.zeros(len(net.cost[v])) if held is None else held
+                low = own[alive] <= min(own[over[v]], own[under[v]])
+                if own[over[v]] == own[under[v]] or low.all() or not low.any():
+                    low = self._like(net, v, int(under[v]))
+                if low.any() and not low.all():
+                    return v, low
         v = max(net.live, key=lambda w: (len(net.alive[w]), -w))
         cost = net.cost[v][net.alive[v]]
         half = np.zeros(len(cost), bool)
         half[np.argsort(cost, kind="stable")[: max(1, len(cost) // 2)]] = True
         return v, half
 
-    def _weights(self, priced: Priced) -> dict[int, float]:
-        """Seconds per byte of every counted node at the present prices (a little more than zero everywhere)."""
-        floor = max(float(priced.prices.max(initial=0.0)), 1e-30) * 1e-3
-        weight: dict[int, float] = {}
-        for price, row in zip(priced.prices, self.owner.rows, strict=True):
+    def _by_bytes(self, dual: Dual, over: np.ndarray, under: np.ndarray) -> list[int]:
+        """Open nodes on which two plans differ, those that move most priced bytes first."""
+        program, weight = self.owner.program, dict[int, float]()
+        floor = max(float(dual.prices.max(initial=0.0)), 1e-30) * 1e-3
+        for price, row in zip(dual.prices, self.owner.rows, strict=True):
+            each = float(price) + floor
             for v, count in zip(row.nodes.tolist(), row.node_counts.tolist(), strict=True):
-                weight[v] = weight.get(v, 0.0) + (float(price) + floor) * count
-        return weight
+                moved = abs(held_by_node(program, v, over) - held_by_node(program, v, under))
+                weight[v] = weight.get(v, 0.0) + each * count * moved
+            for e, count in zip(row.edges.tolist(), row.edge_counts.tolist(), strict=True):
+                moved = abs(held_by_edge(program, e, over) - held_by_edge(program, e, under))
+                for v in (program.edges[e].u, program.edges[e].v):
+                    weight[v] = weight.get(v, 0.0) + 0.5 * each * count * moved
+        found = [v for v in dual.net.live if over[v] != under[v]]
+        return sorted(found, key=lambda v: (-weight.get(v, 0.0), v))
+
+    def _like(self, net: Net, v: int, choice: int) -> np.ndarray:
+        """Which strategies alive agree with ``choice`` on the labels of most factors."""
+        same = np.zeros(len(net.alive[v]))
+        for n in net.incident[v]:
+            lab = net.factors[n].labels[net.factors[n].axis(v)]
+            same += lab[net.alive[v]] == lab[choice]
+        return same == same.max()

@@ -7,7 +7,7 @@ allows larger tables to eliminate more nodes: fewer strategies make wider elimin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
-from autoshard_ilp.program.net import Net
+from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
 from autoshard_ilp.program.presolve import Presolve
 
 # Most neighbours and most table cells of an eliminated node, round by round.
@@ -31,7 +31,47 @@ ROUNDS = (
 )
 SWEEPS = 60  # most sweeps in a round
 CHECK = 5  # sweeps between two plans
+CORE = 3  # strategies per node of a core
+CORE_CELLS = 100_000
+CORE_SWEEPS = 10
 STALL = 0.03  # a round ends when CHECK sweeps close less than this part of the gap
+
+
+def core_plan(messages: Messages, plans: list[np.ndarray], deadline: float) -> np.ndarray | None:
+    """The best assignment (exactly, where elimination stays narrow) within few strategies per node.
+
+    Kept are the strategies of ``plans`` and the ``CORE`` with the least bounds; None: nothing finite is left.
+    """
+    net = messages.net.copy()
+    for v in messages.nodes:
+        alive = messages.alive[v]
+        keep = np.zeros(len(net.cost[v]), bool)
+        total = messages.totals(v)
+        keep[alive[np.argsort(total, kind="stable")[:CORE]]] = True
+        keep[[int(x[v]) for x in plans]] = True
+        cost = np.full(len(keep), np.inf)
+        keep[np.setdiff1d(np.arange(len(keep)), alive[np.isfinite(total)])] = False
+        cost[alive] = messages.theta[v]
+        cost[~keep] = np.inf
+        try:
+            net.set_cost(v, cost)
+        except EmptyNodeError:
+            return None
+    for n, table in messages.tables.items():
+        f = net.factors[n]
+        net.replace(n, Factor(f.scope, f.labels, table, f.edge, f.held))
+    try:
+        Presolve(net, max_degree=99, max_cells=CORE_CELLS, deadline=deadline).run()
+        if not net.live:
+            return net.complete(np.zeros(len(net.cost), np.int64))
+        for number in list(net.factors):
+            reduce.compress(net, number)
+        inner = Messages(net)
+        for _ in range(CORE_SWEEPS):
+            inner.sweep()
+        return net.complete(inner.improve(inner.decode()))
+    except EmptyNodeError:
+        return None
 
 
 @dataclass
@@ -43,12 +83,16 @@ class Descent:
         prove: callback for lower bounds in seconds.
         done: True when the gap asked for is reached.
         deadline: monotonic seconds.
+        removed: told per node the strategies that cannot be in an assignment cheaper than what ``offer`` returned.
+        rounds: most neighbours and most table cells of an eliminated node, round by round.
     """
 
     offer: Callable[[np.ndarray], float]
     prove: Callable[[float], None]
     done: Callable[[], bool]
     deadline: float
+    removed: Callable[[dict[int, np.ndarray]], None] | None = None
+    rounds: Sequence[tuple[int, int]] = ROUNDS
     log: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, net: Net, upper: float) -> Net:
@@ -57,7 +101,7 @@ class Descent:
         Raises:
             EmptyNodeError: no plan is cheaper than ``upper`` (with no upper bound: no plan at all).
         """
-        for degree, cells in ROUNDS:
+        for degree, cells in self.rounds:
             since = time.monotonic()
             before = net.size()
             presolve = Presolve(net, max_degree=degree, max_cells=cells, deadline=self.deadline)
@@ -82,15 +126,24 @@ class Descent:
         for number in list(net.factors):
             reduce.compress(net, number)
         messages = Messages(net)
-        before, sweeps = messages.bound, 0
+        before, sweeps, plans = messages.bound, 0, list[np.ndarray]()
         for sweeps in range(1, SWEEPS + 1):
             messages.sweep(upper)
             if sweeps % CHECK and time.monotonic() < self.deadline:
                 continue
-            upper = self.offer(net.complete(messages.improve(messages.decode())))
+            plans.append(messages.improve(messages.decode()))
+            upper = self.offer(net.complete(plans[-1]))
             self.prove(messages.bound)
             stalled = messages.bound - before < STALL * (upper - messages.bound)
             if self.done() or time.monotonic() > self.deadline or (stalled and sweeps > CHECK):
                 break
             before = messages.bound
+        if not self.done():
+            core = core_plan(messages, plans[-3:], self.deadline)
+            if core is not None:
+                upper = self.offer(core)
+                messages.sweep(upper)
+                self.prove(messages.bound)
+        if self.removed is not None:
+            self.removed(messages.ruled_out())
         return messages.apply(), upper, sweeps

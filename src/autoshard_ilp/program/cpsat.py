@@ -223,7 +223,7 @@ def run_solver(
             once the search has stopped.
         absolute_gap: integer units.
     """
-    cp_model = load_cp_model()
+    cp_model: Any = load_cp_model()
     solver = cp_model.CpSolver()
     configure(solver, options)
     solver.parameters.absolute_gap_limit = max(absolute_gap, 0.99)
@@ -305,7 +305,7 @@ def solve_net(
         AutoshardError: the model is beyond CP-SAT's integer range.
         EmptyNodeError: a factor has no finite entry.
     """
-    cp_model = load_cp_model()
+    cp_model: Any = load_cp_model()
 
     b = _Builder(net, program, upper)
     b.add_nodes()
@@ -353,7 +353,7 @@ def minimise_peak(
     Returns:
         Choices below ``upper`` bytes (None: none found), and a valid lower bound in bytes for these rows.
     """
-    cp_model = load_cp_model()
+    cp_model: Any = load_cp_model()
 
     b = _Builder(net, program, math.inf)
     b.add_nodes()

@@ -46,6 +46,7 @@ class Presolve:
         net = self.net
         self.dirty = dict.fromkeys(net.live)
         self.heap: list[tuple[int, int]] = []
+        self.tidied: dict[int, tuple[object, ...]] = {}
         while time.monotonic() < self.deadline:
             if self.dirty:
                 v = next(iter(self.dirty))
@@ -158,6 +159,8 @@ class Presolve:
         net, steps = self.net, self.steps
         for number in list(net.incident[v]):
             f = net.factors[number]
+            if self._unchanged(number):
+                continue
             reduce.compress(net, number)
             if "separable" in steps:
                 died = reduce.normalise(net, number)
@@ -172,6 +175,16 @@ class Presolve:
                     continue
             if "labels" in steps and reduce.merge_equal_labels(net, number):
                 self.counts["factors with merged labels"] += 1
+            self.tidied[number] = self._state(number)
+
+    def _state(self, number: int) -> tuple[object, ...]:
+        """What the result of tidying a factor depends on (arrays and factors are replaced, never changed)."""
+        f = self.net.factors[number]
+        return (f, *(self.net.alive[w] for w in f.scope))
+
+    def _unchanged(self, number: int) -> bool:
+        seen = self.tidied.get(number)
+        return seen is not None and all(a is b for a, b in zip(seen, self._state(number), strict=True))
 
     def _merge_parallel(self, v: int) -> None:
         groups: dict[frozenset[int], list[int]] = {}

@@ -15,6 +15,7 @@ from autoshard_ilp.program.net import Factor, Net, Record, joint_labels
 
 CHUNK_CELLS = 2_000_000  # memory of one vectorised piece of an elimination
 DOMINANCE_CELLS = 300_000  # skip comparisons that cost more than this; bounds do the work there
+HUGE = 1e300  # inside a difference, never in a result
 ROUNDING = 1e-14  # relative; differences below are float noise of sums
 
 
@@ -131,12 +132,15 @@ def fold_single(net: Net, v: int) -> list[int]:
 
 def _worst_difference(rows: np.ndarray) -> np.ndarray:
     """D[a, b] = min over columns of rows[a] - rows[b], where inf - inf counts as +inf."""
-    finite = np.where(np.isfinite(rows), rows, np.inf)
-    out = np.empty((len(rows), len(rows)))
-    with np.errstate(invalid="ignore"):
-        for b, row in enumerate(finite):
-            difference = finite - row
-            out[:, b] = np.where(np.isnan(difference), np.inf, difference).min(axis=1)
+    columns = np.ascontiguousarray(rows.T)  # the reduction runs over the first axis: whole planes at a time
+    taken = columns if np.isfinite(columns).all() else np.where(np.isfinite(columns), columns, HUGE)
+    step = max(1, CHUNK_CELLS // max(1, len(rows) ** 2))
+    out = np.full((len(rows), len(rows)), np.inf)
+    for begin in range(0, len(columns), step):
+        part = slice(begin, begin + step)
+        np.minimum(out, (columns[part, :, None] - taken[part, None, :]).min(axis=0), out=out)
+    if taken is not columns:
+        out[out < -HUGE / 2] = -np.inf
     return out
 
 
@@ -164,6 +168,8 @@ def dominated(net: Net, v: int) -> np.ndarray:
         with np.errstate(invalid="ignore"):
             worse = worse + difference[lab[:, None], lab[None, :]]
         worse[np.isnan(worse)] = -np.inf  # +inf of one factor and -inf of another: not comparable
+        if int((worse >= -noise).sum()) <= len(alive):  # only the diagonal: no pair is left
+            return alive[:0]
     held_bytes = net.bytes[v]
     if held_bytes is not None:
         own = held_bytes[alive]

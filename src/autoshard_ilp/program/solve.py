@@ -146,6 +146,8 @@ def _finish_with_cpsat(
     if result.choices is not None:
         upper = offer(net.complete(result.choices))
     prove(min(result.bound, upper))
+    if result.interrupted:
+        raise KeyboardInterrupt
 
 
 def _solve_with_rows(search: Search) -> bool:

@@ -1,0 +1,222 @@
+"""The Lagrangian dual by exact priced optima: good prices, good plans, a good bound, before anything is enumerated.
+
+The priced program (see ``prices``) has no memory rows, so presolve and message passing solve it exactly. Each optimum
+is a cutting plane of the dual function; with few rows a few steps suffice. What the optima disagree about is little,
+so the best plan *within the strategies seen so far* is a small program that CP-SAT solves with all rows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoshard_ilp.program.core import ROUNDS, Descent
+from autoshard_ilp.program.cpsat import CpOptions, solve_net
+from autoshard_ilp.program.memory import counted
+from autoshard_ilp.program.net import EmptyNodeError, Factor, Net, build_net
+from autoshard_ilp.program.presolve import Presolve
+from autoshard_ilp.program.prices import PricedRows
+
+if TYPE_CHECKING:
+    from autoshard_ilp.program.constrained import Constrained
+
+STEPS = 12
+FIRST_PRICE = 0.1  # of the relaxed cost per capacity
+CLOSE = 0.05  # of the gap: an optimum, or the dual, that near is good enough
+ROUGH = 0.003  # relative gap of a priced optimum before any plan is known
+POOL = 8  # plans combined
+POOL_CELLS = 60_000  # larger combinations are left alone
+POOL_SECONDS = 2.0
+
+
+def priced_net(net: Net, priced: PricedRows, prices: np.ndarray) -> Net:
+    """A copy of ``net`` with the prices in its costs and no bytes: nothing is frozen in it."""
+    out = net.copy()
+    nodes, factors, offset = priced.charge(prices)
+    out.constant += offset
+    out.bytes = [None] * len(out.bytes)
+    for v, extra in nodes.items():
+        out.set_cost(v, out.cost[v] + extra)
+    for n, f in list(out.factors.items()):
+        if f.edge is not None:
+            out.replace(n, Factor(f.scope, f.labels, f.table + factors.get(n, 0.0)))
+    return out
+
+
+@dataclass(eq=False)
+class Dual:
+    """Cutting planes over the prices of ``owner.rows``; ``net`` holds their bytes (presolved, true costs).
+
+    Args:
+        owner: rows, plans, the search.
+        net: the program or, when ``whole`` is False, one branch of it.
+        prices: seconds per byte to start from.
+        steps: most priced programs solved.
+    """
+
+    owner: Constrained
+    net: Net
+    prices: np.ndarray  # best so far, seconds per byte
+    whole: bool = True
+    steps: int = STEPS
+    bound: float = -math.inf
+    cuts: list[tuple[float, np.ndarray]] = field(default_factory=list)  # cost, usage - capacity (bytes per row)
+    plans: list[np.ndarray] = field(default_factory=list)  # of the cuts
+
+    def run(self) -> list[int]:
+        """Improve prices, bound and plans; times at which a plan that satisfies the rows does not fit."""
+        owner, search = self.owner, self.owner.search
+        for x in owner.seen:
+            if self.whole or all(math.isfinite(self.net.cost[v][x[v]]) for v in self.net.live):
+                self._cut(x, owner.program.cost(x), owner.excess(x))
+        current, fresh = self.prices, list[int]()
+        unit = FIRST_PRICE * max(abs(search.lower), 1e-30) / max(1, owner.capacity)
+        if self.whole and not current.any():
+            current = np.zeros(len(owner.rows))
+            current[int(np.argmax(owner.excess(owner.seen[0])))] = unit
+        box = np.maximum(4.0 * current, unit)
+        asked = False
+        for _ in range(self.steps):
+            before = self.bound
+            fresh = self._step(current)
+            if self.whole and search.best is None and not fresh and not owner.stop() and not asked:
+                asked, fresh = True, owner.first_plan()
+            if fresh or owner.stop():
+                break
+            target, value, box = self._next(box)
+            gap = search.upper - self.bound
+            if value - self.bound <= CLOSE * gap and math.isfinite(gap):
+                break
+            if np.allclose(target, current, rtol=1e-4, atol=1e-9 * unit) and self.bound <= before:
+                break
+            current = target
+        return fresh
+
+    def _cut(self, choices: np.ndarray, cost: float, excess: np.ndarray) -> None:
+        self.cuts.append((cost, excess))
+        self.plans.append(choices)
+
+    def _step(self, prices: np.ndarray) -> list[int]:
+        """Solve the priced program; times at which one of the plans met satisfies the rows but does not fit."""
+        owner, search = self.owner, self.owner.search
+        best: dict[str, float] = {"upper": math.inf, "lower": -math.inf}
+        plans: list[np.ndarray] = []
+        fresh: list[int] = []
+        start = min(c + float(prices @ g) for c, g in self.cuts) if self.cuts else math.inf
+
+        def offer(choices: np.ndarray) -> float:
+            excess = owner.excess(choices)
+            cost = owner.program.cost(choices)
+            self._cut(choices, cost, excess)
+            if (excess <= 0).all():
+                fresh.extend(owner.offer(choices))
+            if cost + float(prices @ excess) < best["upper"]:
+                best["upper"] = cost + float(prices @ excess)
+                plans.append(choices)
+            return search.upper if exact_removal else min(start, best["upper"])
+
+        def prove(bound: float) -> None:
+            best["lower"] = max(best["lower"], bound)
+
+        def done() -> bool:
+            upper, lower = min(start, best["upper"]), best["lower"]
+            near = CLOSE / 4 * (search.upper - lower) if math.isfinite(search.upper) else ROUGH * abs(upper)
+            near = max(1e-9 * abs(upper), near)
+            return upper - lower <= near or lower > search.upper * (1 + 1e-10)
+
+        # With a plan known, only what cannot beat it is removed, and that holds for the program too; what a priced
+        # program alone removes holds only for these prices. Dominance at other nodes does not matter: the partner is
+        # no dearer and leaves this node's strategy as it is.
+        exact_removal = math.isfinite(search.upper)
+        gone: list[dict[int, np.ndarray]] = []
+        descent = Descent(offer, prove, done, search.deadline)
+        descent.rounds = ROUNDS[:3]
+        if exact_removal:
+            descent.removed = gone.append
+        net = priced_net(self.net, PricedRows(self.net, owner.rows, owner.capacity), prices)
+        try:
+            descent.run(net, search.upper if exact_removal else start)
+        except EmptyNodeError:
+            if exact_removal or math.isinf(min(start, best["upper"])):
+                raise
+            prove(min(start, best["upper"]))
+        if best["lower"] > self.bound:
+            self.bound, self.prices = best["lower"], prices
+            if self.whole:
+                search.prove(min(self.bound, search.upper))
+        for ruled_out in gone:
+            self._drop(ruled_out)
+        if gone:
+            Presolve(self.net, max_degree=99, max_cells=20_000, deadline=search.deadline).run()
+        for plan in plans[-1:]:
+            owner.remember(plan)
+            if self.whole:
+                fresh = fresh or self.combine()
+        return fresh
+
+    def _drop(self, ruled_out: dict[int, np.ndarray]) -> None:
+        """Take strategies out of the net and of the program for good."""
+        if self.whole:
+            self.owner.drop(ruled_out)
+        for v, gone in ruled_out.items():
+            if len(gone):
+                cost = self.net.cost[v].copy()
+                cost[gone] = np.inf
+                self.net.set_cost(v, cost)
+
+    def _next(self, box: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
+        """Maximiser of the model (seconds per byte), its value, and the box, wider where the maximiser touches it."""
+        from scipy.optimize import linprog
+
+        scale = max(1, self.owner.capacity)
+        unit = max(abs(c) for c, _ in self.cuts) or 1.0
+        result = linprog(
+            np.concatenate(([-1.0], np.zeros(len(box)))),
+            A_ub=np.array([np.concatenate(([1.0], -g / scale)) for _, g in self.cuts]),
+            b_ub=np.array([c for c, _ in self.cuts]) / unit,
+            bounds=[(None, None), *((0.0, float(b) * scale / unit) for b in box)],
+            method="highs",
+        )
+        if result.x is None:
+            return self.prices, math.inf, box
+        prices = np.maximum(result.x[1:], 0.0) * unit / scale
+        return prices, float(result.x[0]) * unit, np.where(prices >= 0.999 * box, 4.0 * box, box)
+
+    def disagreement(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The two plans, one above and one within the rows (at the best prices), whose mixture the bound is."""
+        total = [c + float(self.prices @ g) for c, g in self.cuts]
+        order = np.argsort(total, kind="stable")
+        over = [i for i in order if float(self.prices @ self.cuts[i][1]) > 0]
+        under = [i for i in order if float(self.prices @ self.cuts[i][1]) <= 0]
+        return (self.plans[over[0]], self.plans[under[0]]) if over and under else None
+
+    def combine(self) -> list[int]:
+        """The best plan within the strategies of the plans seen; times to add as rows."""
+        owner, search = self.owner, self.owner.search
+        pool = owner.seen[-POOL:] + ([] if search.best is None else [search.best])
+        keep = [np.zeros(len(n.costs), bool) for n in owner.program.nodes]
+        for choices in pool:
+            for v, s in enumerate(choices.tolist()):
+                keep[v][s] = True
+        deadline = min(search.deadline, time.monotonic() + POOL_SECONDS)
+        try:
+            net = build_net(owner.program, keep, *counted(owner.program, owner.rows))
+            Presolve(net, max_degree=99, max_cells=5000, deadline=deadline).run()
+            if not net.live:
+                return owner.settle(net, whole=False)
+            if sum(f.table.size for f in net.factors.values()) > POOL_CELLS:
+                return []
+            options = CpOptions(deadline, search.options.seed, search.options.workers)
+            result = solve_net(
+                net, owner.program, owner.rows, owner.capacity, options, upper=search.upper, hint=search.best
+            )
+        except EmptyNodeError:
+            return []
+        fresh = [] if result.choices is None else owner.offer(net.complete(result.choices))
+        if result.interrupted:
+            raise KeyboardInterrupt
+        return fresh
