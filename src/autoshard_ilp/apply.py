@@ -274,8 +274,10 @@ class _Run:
         decided = self.plan.decisions
         layout = decided.results.get((op.id, 0))
         first = op.params.get("first")
-        if op.id in decided.regather and layout is not None and layout != self.plan.layout(op.inputs[0]):
-            frame.values[op.outputs[0]] = self.reshard(self.tied(op, frame), op, 0, layout)
+        if op.id in decided.regather and layout is not None:
+            value = self.tied(op, frame)
+            stays = layout == self.plan.layout(op.inputs[0])  # then what reads the hub makes the copy
+            frame.values[op.outputs[0]] = value if stays else self.reshard(value, op, 0, layout)
         elif first is not None and layout is not None and decided.results.get((first, 0)) == layout:
             frame.values[op.outputs[0]] = frame.get(self.graph.ops[first].outputs[0])
         elif decided.operands.get((op.id, 0)) == layout:

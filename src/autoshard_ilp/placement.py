@@ -89,13 +89,22 @@ def decisions(graph: Graph, placement: Placement) -> Any:
 
 
 def _gathers_again(graph: Graph, op: Op, placement: Placement) -> bool:
-    """A backward hub that makes the same copy as its forward hub did, instead of keeping that one."""
+    """A backward hub behind which the same copy is made as in the forward pass, instead of keeping that one.
+
+    The copy may be made by the hub, or by what reads the hub in another layout; XLA would merge either with its twin.
+    """
     if op.primitive != "hub" or op.params.get("first") is None:
         return False
-    reads, writes = placement.of(op.id)
+    reads, _ = placement.of(op.id)
     tensor = graph.tensors[op.inputs[0]]
     if reads[0] is None or tensor.producer is None:
         return False
     source = placement.of(tensor.producer)[1][tensor.result_index]
-    first = placement.of(op.params["first"])[1][0]
-    return first == writes[0] != source
+    copies = _copies_behind(graph, op, placement) & _copies_behind(graph, graph.ops[op.params["first"]], placement)
+    return bool(copies - {source})
+
+
+def _copies_behind(graph: Graph, hub: Op, placement: Placement) -> set[Layout | None]:
+    """Layouts in which a hub and its consumers read its tensor."""
+    readers = graph.tensors[hub.outputs[0]].consumers
+    return {placement.of(hub.id)[1][0], *(placement.of(consumer)[0][i] for consumer, i in readers)}
