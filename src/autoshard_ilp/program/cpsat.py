@@ -229,7 +229,7 @@ def run_solver(
     solver.parameters.absolute_gap_limit = max(absolute_gap, 0.99)
     raised: list[BaseException] = []
 
-    class Report(cp_model.CpSolverSolutionCallback):
+    class Report(cp_model.CpSolverSolutionCallback):  # type: ignore[name-defined]
         def on_solution_callback(self) -> None:
             try:
                 if report is not None and not raised:
