@@ -19,6 +19,9 @@ from autoshard_ilp.apply import Decisions, auto_mesh, planned_function
 from autoshard_ilp.check import check_graph
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import Graph, build_graph, insert_hubs
+from autoshard_ilp.rules import runs_locally
+from autoshard_ilp.verify import parse_collectives
+from compiled import mesh_of, needs_cuda, sharding
 
 AXES = ("data", "model")
 
@@ -283,6 +286,91 @@ def test_kernel_gradients_are_right_when_the_image_is_sharded(layout: tuple[int,
     graph = traced(fn, args, hubs=False)
     step = planned_function(graph, Decisions(results={(0, 0): layout, (1, 0): layout}), make_mesh(), AXES)
     assert_same(jax.jit(step)(*args), jax.jit(fn)(*args))
+
+
+# -- what XLA's partitioner would gather
+
+
+def grouped(x: jax.Array, k: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=4
+    )
+
+
+LOCAL: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], tuple[int, int]]] = {
+    # name -> (function, arguments, the layouts in which they are read, layout of the first result)
+    "top_k": (lambda x: jax.lax.top_k(x, 3), (normal(0, 16, 32),), ((0, 0),), (0, 0)),
+    "fft": (jnp.fft.fft, (normal(0, 8, 4, 16),), ((0, 1),), (0, 1)),
+    "grouped convolution": (grouped, (normal(0, 8, 6, 6, 8), normal(1, 3, 3, 2, 16)), ((0, -1), (-1, -1)), (0, -1)),
+    "groups sharded too": (grouped, (normal(0, 8, 6, 6, 8), normal(1, 3, 3, 2, 16)), ((0, 3), (-1, 3)), (0, 3)),
+    "triangular solve": (
+        lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
+        (normal(0, 8, 4, 4) + 8 * jnp.eye(4), normal(1, 8, 4, 8)),
+        ((0, -1), (0, 2)),
+        (0, 2),
+    ),
+}
+
+
+def local_decisions(graph: Graph, read: Any, result: tuple[int, int]) -> Decisions:
+    """The one operation that runs device by device reads and writes the layouts of the case."""
+    (op,) = (op for op in graph.ops if runs_locally(graph.view(op)))
+    operands = {(op.id, i): layout for i, layout in enumerate(read)}
+    arguments = {(a, 0): layout for a, layout in zip(graph.arguments, read, strict=True)}
+    return Decisions(operands, arguments | {(op.id, j): result for j in range(len(op.outputs))})
+
+
+def compiled_local(name: str, mesh: Any, on: Any) -> Any:
+    """A case compiled for the devices of ``mesh``, planned on ``on``: that mesh, or an abstract one like it."""
+    fn, args, read, result = LOCAL[name]
+    graph = traced(fn, args, hubs=False)
+    shapes = [graph.tensors[graph.ops[r].inputs[0]].shape for r in graph.results]
+    step = jax.jit(
+        planned_function(graph, local_decisions(graph, read, result), on, AXES),
+        in_shardings=tuple(sharding(mesh, layout, x.ndim) for layout, x in zip(read, args, strict=True)),
+        out_shardings=[sharding(mesh, result, len(shape)) for shape in shapes],
+    )
+    return step.lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args)).compile()
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_batches_are_not_gathered(name: str) -> None:
+    fn, args, _, _ = LOCAL[name]
+    for on in (make_mesh(), AbstractMesh((2, 4), AXES)):
+        compiled = compiled_local(name, make_mesh(), on)
+        operands = map(jax.device_put, args, compiled.input_shardings[0])
+        assert_same(compiled(*operands), jax.jit(fn)(*args))
+        assert not parse_collectives(compiled.as_text())
+
+
+@needs_cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", LOCAL)
+def test_batches_are_not_gathered_on_a_gpu(name: str) -> None:
+    mesh = mesh_of("h100:8")
+    assert not parse_collectives(compiled_local(name, mesh, mesh).as_text())
+
+
+@pytest.mark.parametrize("layout", [(0, -1), (1, -1), (0, 0), (-1, 1)], ids=str)
+def test_layouts_that_no_device_can_run_alone(layout: tuple[int, int]) -> None:
+    """An uneven batch, or the dimension of the search itself sharded: left to XLA, with the right numbers."""
+    x = normal(0, 9, 32)
+    graph = traced(lambda x: jax.lax.top_k(x, 3), (x,), hubs=False)
+    step = planned_function(graph, local_decisions(graph, (layout,), (-1, -1)), make_mesh(), AXES)
+    assert "manual" not in jax.jit(step).lower(x).as_text()
+    assert_same(jax.jit(step)(x), jax.lax.top_k(x, 3))
+
+
+def test_local_operations_keep_their_names() -> None:
+    def f(x: jax.Array) -> Any:
+        with jax.named_scope("router"):
+            return jax.lax.top_k(x, 3)
+
+    args = (normal(0, 16, 32),)
+    graph = traced(f, args, hubs=False)
+    step = planned_function(graph, local_decisions(graph, ((0, 0),), (0, 0)), make_mesh(), AXES)
+    names = re.findall(r'op_name="([^"]*)"', jax.jit(step).lower(*args).compile().as_text())
+    assert any(re.search(r"router/.*top_k", name) for name in names)
 
 
 # -- gather once or gather again

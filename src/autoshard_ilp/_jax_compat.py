@@ -6,7 +6,8 @@ Everything else asks these functions. When JAX renames something, this file chan
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -81,10 +82,17 @@ def bind_equation(eqn: Any, args: Sequence[Any], name_stack: Any) -> list[Any]:
         its results, always as a list.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
-    stack = _source_info.current_name_stack() + name_stack
-    with _source_info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+    with like_equation(eqn, name_stack):
         out = eqn.primitive.bind(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextmanager
+def like_equation(eqn: Any, name_stack: Any) -> Iterator[None]:
+    """What is traced inside carries the equation's source line and context, under ``name_stack``."""
+    stack = _source_info.current_name_stack() + name_stack
+    with _source_info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
 def trace_like(eqn: Any, function: Any) -> Any:

@@ -2,7 +2,8 @@
 
 The interpreter binds every equation of the graph again, in program order, under its own name scope and source line, and
 puts ``jax.lax.with_sharding_constraint`` where a layout was decided. Loops and branches are rebuilt with ``lax.scan``,
-``lax.while_loop`` and ``lax.switch``, with the constraints of their bodies inside.
+``lax.while_loop`` and ``lax.switch``, with the constraints of their bodies inside. What XLA's partitioner would gather
+although its rule shards it (:mod:`autoshard_ilp.rules.local`) runs device by device, under ``shard_map``.
 
 Gather once or gather again: XLA merges two equal all-gathers of one weight and so keeps the gathered copy alive from
 the forward to the backward pass. A hub that must gather again therefore first ties the *sharded* value to a value that
@@ -13,7 +14,7 @@ the barrier's result keeps it sharded: else propagation would move the gather in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import Graph, Op, Region
-from autoshard_ilp.sharding import Layout, to_partition_spec
+from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
+from autoshard_ilp.sharding import Layout, replicated, to_partition_spec
 
 
 @dataclass(frozen=True)
@@ -248,10 +250,34 @@ class _Run:
         elif op.primitive == "sharding_constraint":
             outs = args  # the plan replaces constraints written for another mesh
         else:
-            outs = compat.bind_equation(op.eqn, args, op.name_stack)
+            outs = self.bind(op, args)
         with compat.under_name_stack(op.name_stack):
             for j, out in enumerate(outs):
                 self.write(frame, op, j, out)
+
+    def bind(self, op: Op, args: list[Any]) -> list[Any]:
+        """Results of an equation; device by device where XLA's partitioner would gather what the rule shards."""
+        view = replace(self.graph.view(op), params=op.eqn.params)
+        if runs_locally(view):
+            rule, axes_of = rule_for(view), self.axes_of(op, view)
+            if axes_of:
+                with compat.like_equation(op.eqn, op.name_stack):
+                    return run_locally(op.eqn.primitive.bind, view, rule, args, self.plan.mesh, axes_of)
+        return compat.bind_equation(op.eqn, args, op.name_stack)
+
+    def axes_of(self, op: Op, view: OpView) -> dict[str, tuple[str, ...]] | None:
+        """Mesh axes of every factor that the decided layouts shard; None where some operand has no decided layout."""
+        plan = self.plan
+        layouts: list[Layout] = []
+        for i, tensor in enumerate(op.inputs):
+            layout = plan.decisions.operands.get((op.id, i), plan.layout(tensor))
+            if not self.graph.tensors[tensor].shape:
+                layout = replicated(len(plan.axis_names))
+            if layout is None:
+                return None
+            layouts.append(layout)
+        sizes = [plan.mesh.shape[name] for name in plan.axis_names]
+        return axes_of_factors(view, rule_for(view), layouts, plan.axis_names, sizes)
 
     def whole_windows(self, op: Op, args: list[Any]) -> list[Any]:
         """Keeps the image whole in a convolution whose window is as large as its result (a kernel gradient).

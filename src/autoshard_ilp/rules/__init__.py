@@ -11,7 +11,7 @@ from autoshard_ilp.rules import (
     sort,
     windows,
 )
-from autoshard_ilp.rules.local import local_params, run_locally, runs_locally
+from autoshard_ilp.rules.local import axes_of_factors, local_params, run_locally, runs_locally
 from autoshard_ilp.rules.registry import register, registered, rule_for
 from autoshard_ilp.rules.rule import Dim, Dims, Factor, Kind, OpView, Rule
 
@@ -22,6 +22,7 @@ __all__ = [
     "Kind",
     "OpView",
     "Rule",
+    "axes_of_factors",
     "control",
     "elementwise",
     "indexing",

@@ -20,6 +20,7 @@ from typing import Any
 
 from autoshard_ilp.rules.linear_algebra import FACTORISATIONS
 from autoshard_ilp.rules.rule import Dims, Kind, OpView, Rule
+from autoshard_ilp.sharding import WHOLE, Layout
 
 _ALWAYS = frozenset({"top_k", "approx_top_k", "fft", "triangular_solve", *FACTORISATIONS})
 
@@ -31,6 +32,56 @@ def runs_locally(op: OpView) -> bool:
     if op.primitive == "conv_general_dilated":
         return int(op.params["feature_group_count"]) > 1 or int(op.params["batch_group_count"]) > 1
     return op.primitive in _ALWAYS
+
+
+def axes_of_factors(
+    op: OpView,
+    rule: Rule,
+    operand_layouts: Sequence[Layout],
+    axis_names: Sequence[str],
+    axis_sizes: Sequence[int],
+) -> dict[str, tuple[str, ...]] | None:
+    """Which factors the layouts of an operation's operands shard, as :func:`run_locally` wants it.
+
+    Args:
+        op: the whole operation.
+        rule: its rule.
+        operand_layouts: the layout in which each operand is read.
+        axis_names, axis_sizes: the mesh axis behind each entry of a layout, and its number of devices.
+
+    Returns:
+        Mesh axes, major to minor, of every sharded factor. None where the operation cannot run device by device: two
+        operands disagree, a factor may not be sharded or is not major-most everywhere, or a dimension does not divide.
+    """
+    sides = [*zip(rule.operands, op.in_shapes, strict=True), *zip(rule.results, op.out_shapes, strict=True)]
+    axes_of: dict[str, tuple[str, ...]] = {}
+    shards: dict[str, int] = {}
+    for axis, (name, size) in enumerate(zip(axis_names, axis_sizes, strict=True)):
+        sharded = [(dims, layout[axis]) for dims, layout in zip(rule.operands, operand_layouts, strict=True)]
+        factors = {dims[d][0] if dims[d] else "" for dims, d in sharded if d != WHOLE}
+        if size == 1 or not factors:
+            continue
+        factor = factors.pop()
+        if factors or not factor or not _may_shard(rule, factor):
+            return None
+        if any((d != WHOLE) != any(dim[:1] == (factor,) for dim in dims) for dims, d in sharded):
+            return None
+        axes_of[factor] = (*axes_of.get(factor, ()), name)
+        shards[factor] = shards.get(factor, 1) * size
+    for dims, shape in sides:
+        leading = [dim[0] for dim in dims if dim and dim[0] in shards]
+        inner = any(f in shards for dim in dims for f in dim[1:])
+        uneven = any(n % shards.get(dim[0], 1) for dim, n in zip(dims, shape, strict=True) if dim)
+        if inner or uneven or len(leading) != len(set(leading)):
+            return None
+    if any(rule.factors[f].size % n for f, n in shards.items()):
+        return None
+    return axes_of
+
+
+def _may_shard(rule: Rule, factor: str) -> bool:
+    kind = rule.factors[factor].kind
+    return kind is Kind.PASS or (kind is Kind.REDUCTION and rule.factors[factor].combine == "add")
 
 
 def local_params(op: OpView, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> dict[str, Any]:
