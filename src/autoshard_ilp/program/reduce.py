@@ -269,9 +269,9 @@ def substitute(net: Net, v: int, number: int) -> list[int]:
     k = f.axis(v)
     w = f.scope[1 - k]
     table = np.moveaxis(f.table, k, 0)
-    finite = np.isfinite(table)
-    carrier = np.zeros(len(table), np.int64)
+    carrier = np.full(len(table), -1, np.int64)
     carrier[f.labels[k][net.alive[v]]] = net.alive[v]  # the strategy that carries a label (unique where finite)
+    finite = np.isfinite(table) & (carrier >= 0)[:, None]  # a label may have lost its last strategy
     label_of = np.argmax(finite, axis=0)
     strategy_of = carrier[label_of]  # by label of w
     at_w = f.labels[1 - k][net.alive[w]]
