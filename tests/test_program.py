@@ -19,11 +19,12 @@ from autoshard_ilp.program.cpsat import CpOptions, solve_net
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, build_net
 from autoshard_ilp.program.presolve import STEPS, Presolve
-from autoshard_ilp.program.reduce import compress
+from autoshard_ilp.program.reduce import compress, substitute
 from program_cases import programs, random_program
 from training_case import training_step
 
 OPTIONS = SolverOptions(time_limit=30.0)
+QUICK = SolverOptions(time_limit=1.0)
 SETTINGS = settings(max_examples=120, deadline=None, derandomize=True)
 
 
@@ -213,6 +214,46 @@ def test_bytes_beyond_a_gigabyte_stay_exact() -> None:
     assert solve(program, OPTIONS).choices.tolist() == [1, 0]  # type: ignore[union-attr]
     assert solve(dataclasses.replace(program, capacity=big + 8), OPTIONS).objective == 0.0
     assert minimum_capacity(program, OPTIONS)[:2] == (big + 7, big + 7)
+
+
+def test_a_label_without_strategies_decides_nothing() -> None:
+    # Node 0 lost strategy 0; label 0 of the edge still has finite entries and must not be taken for its choice.
+    labels = np.arange(2)
+    edge = Edge(0, 1, labels, labels, np.array([[0.0, 0.0], [5.0, 7.0]]))
+    program = Program((Node("a", np.array([np.inf, 1.0])), Node("b", np.zeros(2))), (edge,))
+    net = build_net(program)
+    substitute(net, 0, 0)
+    assert net.cost[1].tolist() == [6.0, 8.0]
+    assert net.complete(np.zeros(2, np.int64)).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("size", [1, 10**9])
+def test_minimum_capacity_of_any_magnitude(size: int) -> None:
+    program = training_step(1)
+    nodes = tuple(dataclasses.replace(n, bytes=None if n.bytes is None else n.bytes * size) for n in program.nodes)
+    edges = tuple(dataclasses.replace(e, bytes=None if e.bytes is None else e.bytes * size) for e in program.edges)
+    scaled = Program(nodes, edges, program.lifetimes)
+    lower, upper, choices = minimum_capacity(scaled, dataclasses.replace(OPTIONS, time_limit=5.0))
+    assert 0 < lower <= upper == scaled.peak(choices)
+    assert lower >= 0.98 * upper
+    assert solve(dataclasses.replace(scaled, capacity=lower - 1), OPTIONS).status == "infeasible"
+
+
+def test_time_limit_is_respected_under_memory() -> None:
+    program = training_step(4)
+    began = time.monotonic()
+    short = solve(dataclasses.replace(program, capacity=program.peak(np.zeros(len(program.nodes), int)) // 8), QUICK)
+    assert time.monotonic() - began < QUICK.time_limit + 1.0
+    assert short.status in ("optimal", "feasible", "infeasible")
+    assert short.choices is None or short.lower_bound <= short.objective
+
+
+def test_a_branch_with_no_room_below_the_best_plan_is_closed() -> None:
+    program = Program((Node("a", np.array([1.0, 2.0])),), ())
+    with pytest.raises(EmptyNodeError):
+        solve_net(build_net(program), program, (), None, CpOptions(time.monotonic() + 5.0), upper=0.5)
+    exact = solve_net(build_net(program), program, (), None, CpOptions(time.monotonic() + 5.0), upper=1.0)
+    assert exact.status == "optimal" and exact.bound <= 1.0 * (1 + 1e-9)
 
 
 def test_empty_and_single_programs() -> None:

@@ -11,9 +11,9 @@ import numpy as np
 
 from autoshard_ilp.program import reduce
 from autoshard_ilp.program.branch import Tree
-from autoshard_ilp.program.cpsat import CpOptions, CpResult, solve_net
+from autoshard_ilp.program.cpsat import CpOptions, CpResult, solve_rows
 from autoshard_ilp.program.dual import Dual
-from autoshard_ilp.program.infeasible import minimum_capacity
+from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weighted_usage
 from autoshard_ilp.program.memory import Owners, Row, counted, violated_times
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.presolve import Presolve
@@ -62,6 +62,16 @@ class Constrained:
     def run(self) -> bool:
         """True when proved infeasible."""
         fresh = violated_times(self.program, self.seen[0], self.capacity, set())
+        if fresh and self.search.best is None:
+            # What the worst moment needs at least, costs aside: often proves at once that nothing fits.
+            row = self.owners.row(fresh[0])
+            least, bound = least_cost(weighted_usage(self.program, [row], np.ones(1)), self.search.deadline)
+            if bound > self.capacity + 0.5:
+                self.search.report["minimum_capacity_bound"] = math.ceil(bound * (1 - 1e-12) - 1e-6)
+                return True
+            if least is not None:
+                self.remember(least)
+                self.offer(least)
         while fresh and not self.stop():
             self.rows += [self.owners.row(t) for t in fresh]
             self.search.report["rows"] = len(self.rows)
@@ -160,7 +170,7 @@ class Constrained:
         for number in list(net.factors):
             reduce.compress(net, number)
         gap = options.relative_gap * abs(search.upper) if math.isfinite(search.upper) else 0.0
-        result = solve_net(
+        result = solve_rows(
             net,
             self.program,
             self.rows,

@@ -23,12 +23,14 @@ import numpy as np
 
 from autoshard_ilp._ortools import load_cp_model
 from autoshard_ilp.errors import AutoshardError
-from autoshard_ilp.program.memory import Row
+from autoshard_ilp.program.memory import Row, usage
 from autoshard_ilp.program.model import Program
 from autoshard_ilp.program.net import EmptyNodeError, Net
 
 RESOLUTION = 2**34  # integer objective units between the base and the upper bound
 MAX_INT = 2**60
+ROW_UNITS = 2**20  # resolution of memory rows at first
+PEAK_UNITS = 2**24  # resolution of the least peak
 WORKERS = 8  # not the number of cores: the same plan on every machine
 
 
@@ -153,8 +155,8 @@ class _Builder:
     def _sum(self, variables: Sequence[Any]) -> Any:
         return self.cp.LinearExpr.sum(list(variables))
 
-    def usage(self, row: Row) -> tuple[Any, int]:
-        """Linear expression of the bytes in use at a row, and the largest value it can take."""
+    def usage(self, row: Row, unit: int = 1) -> tuple[Any, int]:
+        """Linear expression of what a row uses in units of bytes (each term rounded down), and its largest value."""
         variables: list[Any] = []
         weights: list[int] = []
         constant = largest = 0
@@ -168,7 +170,7 @@ class _Builder:
             for s, variable in self.x[v].items():
                 if held[s]:
                     variables.append(variable)
-                    weights.append(count * int(held[s]))
+                    weights.append(count * int(held[s]) // unit)
         for e, count in zip(row.edges.tolist(), row.edge_counts.tolist(), strict=True):
             if e not in edge_factor:
                 constant += count * self.net.fixed_edges[e]
@@ -179,9 +181,9 @@ class _Builder:
             for index, variable in self.y[edge_factor[e]]:
                 if f.held[index]:
                     variables.append(variable)
-                    weights.append(count * int(f.held[index]))
-        expression = self.cp.LinearExpr.weighted_sum(variables, weights) + constant
-        return expression, largest + constant
+                    weights.append(count * int(f.held[index]) // unit)
+        expression = self.cp.LinearExpr.weighted_sum(variables, weights) + constant // unit
+        return expression, (largest + constant) // unit
 
     def choices(self, solver: Any) -> np.ndarray:
         """The strategy of every node in the solver's best assignment."""
@@ -288,6 +290,7 @@ def solve_net(
     upper: float = math.inf,
     hint: np.ndarray | None = None,
     on_progress: Callable[[dict], None] | None = None,
+    unit: int = 1,
 ) -> CpResult:
     """Minimise the net's cost under memory rows with CP-SAT.
 
@@ -300,6 +303,8 @@ def solve_net(
         upper: seconds; only assignments at or below it are of interest.
         hint: choices of all nodes.
         on_progress: called with a dict at each better solution.
+        unit: bytes; rows are stated in it, rounded down term by term, which is fast, but only a relaxation when above
+            1 (coefficients of billions slow CP-SAT down by orders of magnitude).
 
     Raises:
         AutoshardError: the model is beyond CP-SAT's integer range.
@@ -315,14 +320,14 @@ def solve_net(
             return CpResult("unknown", None, b.base, 0.0, 0, 0)
     for row in rows:
         assert capacity is not None
-        expression, largest = b.usage(row)
+        expression, largest = b.usage(row, unit)
         if largest >= MAX_INT:
             raise AutoshardError(
                 f"A memory row must stay below 2**60 bytes for the solver. Received: {largest} at time {row.time}. "
                 "Give bytes in a larger unit."
             )
-        if largest > capacity:
-            b.model.add(expression <= capacity)
+        if largest > capacity // unit:
+            b.model.add(expression <= capacity // unit)
     b.model.minimize(cp_model.LinearExpr.weighted_sum(b.terms, b.coefficients))
     if hint is not None:
         b.add_hint(hint)
@@ -345,6 +350,20 @@ def solve_net(
     return CpResult(status, b.choices(run.solver), bound, b.rounding, *sizes, run.interrupted)
 
 
+def solve_rows(
+    net: Net, program: Program, rows: Sequence[Row], capacity: int, options: CpOptions, **more: Any
+) -> CpResult:
+    """:func:`solve_net` with coarse rows first; with exact ones when the coarse answer exceeds a row by a little."""
+    unit = max(1, capacity // ROW_UNITS)
+    result = solve_net(net, program, rows, capacity, options, unit=unit, **more)
+    if unit == 1 or result.choices is None or result.interrupted:
+        return result
+    full = net.complete(result.choices)
+    if all(usage(program, row, full) <= capacity for row in rows):
+        return result
+    return solve_net(net, program, rows, capacity, options, **more)
+
+
 def minimise_peak(
     net: Net, program: Program, rows: Sequence[Row], options: CpOptions, lower: int, upper: int
 ) -> tuple[np.ndarray | None, int]:
@@ -359,14 +378,17 @@ def minimise_peak(
     b.add_nodes()
     for number in net.factors:
         b.add_factor(number)
-    peak = b.model.new_int_var(lower, max(lower, upper), "peak")
+    # Bytes in units, rounded down term by term: what the units prove holds for bytes; plans are measured in bytes.
+    unit = max(1, upper // PEAK_UNITS)
+    peak = b.model.new_int_var(lower // unit - 1 if unit > 1 else lower, max(lower, upper) // unit, "peak")
     for row in rows:
-        b.model.add(b.usage(row)[0] <= peak)
+        b.model.add(b.usage(row, unit)[0] <= peak)
     b.model.minimize(peak)
     run = run_solver(b.model, options)
     if run.status == cp_model.INFEASIBLE:
         return None, upper
-    bound = max(lower, math.ceil(run.solver.best_objective_bound - 0.5)) if run.status != cp_model.UNKNOWN else lower
+    known = run.status != cp_model.UNKNOWN
+    bound = max(lower, math.ceil(run.solver.best_objective_bound - 0.5) * unit) if known else lower
     choices = b.choices(run.solver) if run.status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
     if run.interrupted and choices is None:
         raise KeyboardInterrupt

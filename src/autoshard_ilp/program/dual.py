@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoshard_ilp.program.core import ROUNDS, Descent
-from autoshard_ilp.program.cpsat import CpOptions, solve_net
+from autoshard_ilp.program.cpsat import CpOptions, solve_rows
 from autoshard_ilp.program.memory import counted
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Net, build_net
 from autoshard_ilp.program.presolve import Presolve
@@ -211,7 +211,7 @@ class Dual:
             if sum(f.table.size for f in net.factors.values()) > POOL_CELLS:
                 return []
             options = CpOptions(deadline, search.options.seed, search.options.workers)
-            result = solve_net(
+            result = solve_rows(
                 net, owner.program, owner.rows, owner.capacity, options, upper=search.upper, hint=search.best
             )
         except EmptyNodeError:

@@ -22,6 +22,8 @@ from autoshard_ilp.program.net import EmptyNodeError, build_net
 from autoshard_ilp.program.presolve import Presolve
 
 STEPS = 12
+POOL = 10  # plans combined
+POOL_SECONDS = 2.0
 
 
 def weighted_usage(program: Program, rows: list[Row], weights: np.ndarray) -> Program:
@@ -101,6 +103,7 @@ class _Minimum:
         self.lower, self.upper = 0, -1
         self.best: np.ndarray | None = None
         self.used: list[np.ndarray] = []
+        self.plans: list[np.ndarray] = []
 
     def run(self) -> tuple[int, int, np.ndarray]:
         start, _ = least_cost(weighted_usage(self.program, [], np.zeros(0)), self.deadline)
@@ -124,6 +127,8 @@ class _Minimum:
             if len(self.rows) == before and np.allclose(fresh, weights):
                 break
             weights = fresh
+        while not self._finished() and self._cpsat(self._pool(), POOL_SECONDS):
+            pass
         while not self._finished():
             if not self._cpsat():
                 break
@@ -142,6 +147,7 @@ class _Minimum:
         if self.best is None or peak < self.upper:
             self.best, self.upper = choices, peak
         self.used.append(used)
+        self.plans.append(choices)
         moment = int(np.argmax(used)) if len(used) else 0
         if peak > self.lower and all(r.time != moment for r in self.rows):
             self.rows.append(self.owners.row(moment))
@@ -164,20 +170,31 @@ class _Minimum:
         )
         return np.full(count, 1.0 / count) if result.x is None else np.maximum(result.x[1:], 0.0) / result.x[1:].sum()
 
-    def _cpsat(self) -> bool:
-        """One exact run under the present rows. False when it ran out of time."""
+    def _pool(self) -> list[np.ndarray]:
+        """Per node, the strategies of the plans seen with the least peaks (bool)."""
+        keep = [np.zeros(len(n.costs), bool) for n in self.program.nodes]
+        order = sorted(range(len(self.used)), key=lambda i: (int(self.used[i].max(initial=0)), i))
+        for i in order[:POOL]:
+            for v, s in enumerate(self.plans[i].tolist()):
+                keep[v][s] = True
+        return keep
+
+    def _cpsat(self, keep: list[np.ndarray] | None = None, seconds: float = math.inf) -> bool:
+        """One exact run under the present rows, over all strategies or those of ``keep``. False: no progress."""
         nodes, edges = counted(self.program, self.rows)
-        net = build_net(without_costs(self.program), None, nodes, edges)
-        Presolve(net, deadline=self.deadline).run()
+        net = build_net(without_costs(self.program), keep, nodes, edges)
+        deadline = min(self.deadline, time.monotonic() + seconds)
+        Presolve(net, deadline=deadline).run()
         if net.live:
-            options = CpOptions(self.deadline, self.options.seed, self.options.workers)
+            options = CpOptions(deadline, self.options.seed, self.options.workers)
             choices, bound = minimise_peak(net, self.program, self.rows, options, self.lower, self.upper)
         else:
             choices = np.zeros(len(net.cost), np.int64)
             used = self.program.usage_over_time(net.complete(choices))
             bound = max(int(used[r.time]) for r in self.rows)  # no row has a cheaper choice left
         before = (self.lower, self.upper, len(self.rows))
-        self.lower = max(self.lower, min(bound, self.upper))
+        if keep is None:
+            self.lower = max(self.lower, min(bound, self.upper))
         if choices is not None:
             self._see(net.complete(choices))
         return before != (self.lower, self.upper, len(self.rows))
