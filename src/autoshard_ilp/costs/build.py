@@ -102,13 +102,12 @@ def _only_sliced(table: CostTable, flow: Flow, starts: Sequence[Any], ends: Sequ
     root = int(table.buffers.root[tensor.id])
     if table.buffers.stored[root] and not (fusible(op) and op.primitive != "hub"):
         return np.zeros((len(starts), len(ends)), bool)
-    return np.array([[_is_slice(a, b) for b in ends] for a in starts])
-
-
-def _is_slice(start: Any, end: Any) -> bool:
-    if not start or not end or isinstance(end[0], str):
-        return False
-    return all(a in (b, WHOLE) for a, b in zip(start, end, strict=True))
+    found = np.zeros((len(starts), len(ends)), bool)
+    plain = [k for k, end in enumerate(ends) if end and not isinstance(end[0], str)]
+    if starts[0] and plain:
+        a = np.array(starts)[:, None, :]
+        found[:, plain] = ((a == np.array([ends[k] for k in plain])[None, :, :]) | (a == WHOLE)).all(axis=2)
+    return found
 
 
 def _counts(table: CostTable, flow: Flow) -> bool:

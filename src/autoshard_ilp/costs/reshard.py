@@ -111,47 +111,77 @@ def _best_gather_order(
 
 
 class ReshardTables:
-    """Resharding costs for one mesh, as tables over (layouts of the producer) x (layouts of the consumer)."""
+    """Resharding costs for one mesh, as tables over (layouts of the producer) x (layouts of the consumer).
+
+    Tensors of equal local size whose axes change in the same way cost the same, so each such price is computed once.
+    """
 
     def __init__(self, sizes: Sequence[int], costs: CollectiveSeconds) -> None:
         self.sizes = tuple(sizes)
         self.costs = costs
-        self._pairs: dict[tuple, float] = {}
+        self._patterns: dict[tuple, int] = {}
+        self._pattern_tables: dict[tuple, np.ndarray] = {}
+        self._prices: dict[int, dict[int, float]] = {}  # local bytes -> pattern -> seconds
         self._tables: dict[tuple, np.ndarray] = {}
-
-    def pair(self, shape: tuple[int, ...], itemsize: float, start: Layout, end: Layout) -> float:
-        """Seconds to reshard one tensor.
-
-        Tensors of equal local size whose axes change in the same way cost the same, so the answer is shared.
-        """
-        if start == end:
-            return 0.0
-        key: tuple[Any, ...] = (local_bytes(shape, itemsize, start, self.sizes), _pattern(start, end))
-        if any(n % s for n, s in zip(shape, _all_shards(shape, start, end, self.sizes), strict=True)):
-            key = (shape, itemsize, start, end)
-        found = self._pairs.get(key)
-        if found is None:
-            found = self._pairs[key] = seconds(steps(shape, itemsize, start, end, self.sizes, self.costs), self.costs)
-        return found
 
     def table(
         self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
     ) -> np.ndarray:
         """Seconds, ``len(starts) x len(ends)``."""
         key = (shape, itemsize, starts, ends)
-        found = self._tables.get(key)
-        if found is None:
-            found = np.array([[self.pair(shape, itemsize, a, b) for b in ends] for a in starts])
+        if key not in self._tables:
+            found = self._table(shape, itemsize, starts, ends)
             found.setflags(write=False)
             self._tables[key] = found
+        return self._tables[key]
+
+    def _table(
+        self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
+    ) -> np.ndarray:
+        patterns = self._pattern_table(starts, ends)
+        uneven = self._uneven(shape, starts, ends)
+        found = np.empty(patterns.shape)
+        for i, start in enumerate(starts):
+            prices = self._prices.setdefault(local_bytes(shape, itemsize, start, self.sizes), {})
+            row, first = np.unique(patterns[i], return_index=True)
+            even = ~uneven[i]
+            for pattern, j in zip(row.tolist(), first.tolist(), strict=True):
+                if pattern not in prices:
+                    j = next((k for k in np.flatnonzero(patterns[i] == pattern) if even[k]), None)
+                    if j is None:
+                        continue
+                    prices[pattern] = self._price(shape, itemsize, start, ends[j])
+            found[i] = [prices.get(pattern, np.nan) for pattern in patterns[i].tolist()]
+            for j in np.flatnonzero(uneven[i]):
+                found[i, j] = self._price(shape, itemsize, start, ends[j])
         return found
+
+    def _price(self, shape: tuple[int, ...], itemsize: float, start: Layout, end: Layout) -> float:
+        return seconds(steps(shape, itemsize, start, end, self.sizes, self.costs), self.costs)
+
+    def _pattern_table(self, starts: tuple[Layout, ...], ends: tuple[Layout, ...]) -> np.ndarray:
+        key = (starts, ends)
+        if key not in self._pattern_tables:
+            number = self._patterns
+            rows = [[number.setdefault(_pattern(a, b), len(number)) for b in ends] for a in starts]
+            self._pattern_tables[key] = np.array(rows)
+        return self._pattern_tables[key]
+
+    def _uneven(self, shape: tuple[int, ...], starts: tuple[Layout, ...], ends: tuple[Layout, ...]) -> np.ndarray:
+        """Pairs on whose way a dimension may have to be padded: sharded by all axes of either layout at once."""
+        a, b = np.array(starts)[:, None, :], np.array(ends)[None, :, :]
+        uneven = np.zeros((len(starts), len(ends)), bool)
+        for dim, size in enumerate(shape):
+            shards = np.where((a == dim) | (b == dim), self.sizes, 1).prod(axis=2)
+            uneven |= size % shards != 0
+        return uneven
 
     def copies(
         self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
     ) -> np.ndarray:
         """Bytes of the resharded copy held next to the original, ``len(starts) x len(ends)``; 0 where none is made."""
         held = np.array([local_bytes(shape, itemsize, b, self.sizes) for b in ends], np.int64)
-        same = np.array([[a == b for b in ends] for a in starts])
+        same = (np.array(starts)[:, None, :] == np.array(ends)[None, :, :]).all(axis=2)
         return np.where(same, 0, held[None, :])
 
 
@@ -161,11 +191,3 @@ def _pattern(start: Layout, end: Layout) -> tuple:
     return tuple(
         (names.setdefault(a, len(names)), names.setdefault(b, len(names))) for a, b in zip(start, end, strict=True)
     )
-
-
-def _all_shards(shape: tuple[int, ...], start: Layout, end: Layout, sizes: Sequence[int]) -> list[int]:
-    shards = [1] * len(shape)
-    for a, b, size in zip(start, end, sizes, strict=True):
-        for dim in {a, b} - {WHOLE}:
-            shards[dim] *= size
-    return shards
