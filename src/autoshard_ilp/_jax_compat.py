@@ -29,6 +29,7 @@ CALL_PARAMS: Mapping[str, str] = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_vmap_call": "call",
     "composite": "jaxpr",
+    "xla_metadata_call": "jaxpr",
     "remat": "jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
@@ -55,6 +56,17 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     if isinstance(jaxpr, _core.ClosedJaxpr):
         return jaxpr.jaxpr, jaxpr.consts
     return jaxpr, ()
+
+
+def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many of a scan's leading operands are constants of its body, and how many then are carried.
+
+    JAX 0.10 keeps two numbers; JAX 0.12 keeps three groups of operands (``ft_in``).
+    """
+    if "num_consts" in params:
+        return int(params["num_consts"]), int(params["num_carry"])
+    constants, carried, _ = params["ft_in"].unpack()
+    return len(constants), len(carried)
 
 
 def used_inputs(closed_jaxpr: Any) -> tuple[int, ...]:

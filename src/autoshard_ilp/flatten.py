@@ -178,7 +178,8 @@ class _Flattener:
 
     def scan(self, eqn: Any, inputs: list[int], ctx: _Context) -> list[int]:
         p = eqn.params
-        n_consts, n_carry, length = p["num_consts"], p["num_carry"], p["length"]
+        length = p["length"]
+        n_consts, n_carry = compat.scan_sizes(p)
         jaxpr, values = compat.open_jaxpr(p["jaxpr"])
         region, body = self.enter("scan", eqn, ctx, length, reverse=p["reverse"], unroll=p["unroll"])
         captured = [self.invariant(c, region, ctx, eqn) for c in self.constants(jaxpr, values, ctx)]

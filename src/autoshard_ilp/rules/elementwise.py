@@ -11,14 +11,16 @@ from autoshard_ilp.rules.rule import Dims, Kind, OpView, Rule
 
 UNARY = """
 abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj convert_element_type copy cos cosh digamma
-erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p logistic name neg not population_count
-pvary real reduce_precision reshard round rsqrt sharding_constraint layout_constraint sign sin sinh sqrt square
-stop_gradient tan tanh zeros_like random_clone hub recompute loop_invariant with_memory_space_constraint
+erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma log log1p log2 logistic name neg not
+one_minus_square population_count pvary real reduce_precision reshard round rsqrt sharding_constraint layout_constraint
+sign sin sinh sqrt square stop_gradient tan tanh zeros_like random_clone hub recompute loop_invariant
+with_memory_space_constraint
 """.split()  # noqa: SIM905 (a list of 60 quoted names is harder to read)
 SEVERAL_OPERANDS = """
 add add_any and atan2 clamp complex div eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt lt_to max min mul mulhi
-ne nextafter or polygamma pow random_fold_in random_gamma_grad regularized_incomplete_beta rem select_n shift_left
-shift_right_arithmetic shift_right_logical sub threefry2x32 xor zeta branch_merge loop_carry
+ne nextafter or philox2x32 philox4x32 polygamma polynomial pow random_fold_in random_gamma_grad
+regularized_incomplete_beta rem select_n shift_left shift_right_arithmetic shift_right_logical sub threefry2x32
+threefry4x32 xor zeta branch_merge loop_carry
 """.split()  # noqa: SIM905
 
 
