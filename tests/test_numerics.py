@@ -12,6 +12,7 @@ likewise, so a gradient that is wrong by a factor shows even where Adam's step h
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +137,25 @@ def test_predictions_are_those_of_the_unplanned_model(name: str, mesh: dict[str,
     found = plan.jit()(state, batch)[1]
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
         assert a.shape == b.shape and distance(a, b) <= 1e-5 * float(np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("role", ["parameter", "optimizer"])
+def test_the_comparison_sees_an_error_of_one_in_a_thousand(role: str) -> None:
+    batch = ZOO["sequential"].make_batch(np.random.default_rng(0))
+    plan = plan_of(ZOO["sequential"].build, ONE, batch)
+    wrong = next(i for i, leaf in enumerate(plan.arguments) if leaf.role == role and len(leaf.shape) == 2)
+    right = plan.executable.traced.fn
+
+    def spoiled(state: Any, batch: Any) -> Any:
+        state, logs = right(state, batch)
+        flat, tree = jax.tree.flatten(state)
+        flat[wrong] = flat[wrong] * 1.0003
+        return jax.tree.unflatten(tree, flat), logs
+
+    traced = dataclasses.replace(plan.executable.traced, fn=spoiled)
+    other = dataclasses.replace(plan, executable=dataclasses.replace(plan.executable, traced=traced))
+    with pytest.raises(AssertionError, match=re.escape(plan.arguments[wrong].path)):
+        assert_same_training(other, batch, steps=1)
 
 
 # -- decisions that change the program --
