@@ -22,7 +22,7 @@ from autoshard_ilp.program.search import PROOF
 if TYPE_CHECKING:
     from autoshard_ilp.program.constrained import Constrained
 
-STEPS = 2
+STEPS = 3
 CELLS = 5_000
 SHRINK = 0.75  # presolve again when this part of the strategies is left
 

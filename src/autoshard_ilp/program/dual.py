@@ -30,7 +30,7 @@ CLOSE = 0.05  # of the gap: an optimum, or the dual, that near is good enough
 ROUGH = 0.003  # relative gap of a priced optimum before any plan is known
 POOL = 8  # plans combined
 POOL_CELLS = 60_000  # larger combinations are left alone
-POOL_SECONDS = 0.7
+POOL_SECONDS = 2.0
 
 
 def priced_net(net: Net, priced: PricedRows, prices: np.ndarray) -> Net:
@@ -93,8 +93,6 @@ class Dual:
                 break
             if np.allclose(target, current, rtol=1e-4, atol=1e-9 * unit) and self.bound <= before:
                 break
-            if math.isfinite(gap) and math.isfinite(before) and self.bound - before < 0.5 * CLOSE * gap:
-                break  # what is open is decided faster by branching
             current = target
         return fresh
 
