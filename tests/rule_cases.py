@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -161,6 +161,15 @@ INTEGER = "bitwise_and:and bitwise_or:or bitwise_xor:xor shift_left:shift_left m
 
 ELEMENTWISE = [
     *(Case(name, "(a b) -> (a b)", getattr(lax, name), ("4 6",)) for name in UNARY.split()),
+    *(
+        Case(name, rule, partial(getattr(lax, f"{name}_p").bind, **extra), shapes)
+        for name, rule, shapes, extra in (  # JAX 0.12
+            ("log2", "(a b) -> (a b)", ("4 6",), {"accuracy": None}),
+            ("one_minus_square", "(a b) -> (a b)", ("4 6",), {}),
+            ("polynomial", "(a b, a b, 1 b) -> (a b)", ("4 6", "4 6", "1 6"), {}),
+        )
+        if hasattr(lax, f"{name}_p")
+    ),
     *(Case(name, "(a b, a b) -> (a b)", getattr(lax, name), ("4 6", "4 6")) for name in BINARY.split()),
     *(
         Case(pair.split(":")[1], "(a b, a b) -> (a b)", getattr(lax, pair.split(":")[0]), ("u 4 6", "u 4 6"))
