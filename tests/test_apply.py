@@ -361,6 +361,23 @@ def test_layouts_that_no_device_can_run_alone(layout: tuple[int, int]) -> None:
     assert_same(jax.jit(step)(x), jax.lax.top_k(x, 3))
 
 
+def test_batches_are_not_gathered_inside_loops() -> None:
+    def f(xs: jax.Array) -> Any:
+        return jax.lax.scan(lambda c, x: (c + 1.0, jax.lax.top_k(x + c, 3)), 0.0, xs)[1]
+
+    args = (normal(0, 4, 16, 32),)
+    graph = traced(f, args, hubs=False)
+    (op,) = (op for op in graph.ops if op.primitive == "top_k")
+    results = {(op.id, j): (0, 0) for j in range(2)} | {(graph.arguments[0], 0): (1, 1)}
+    decided = Decisions({(op.id, 0): (0, 0)}, results)
+    mesh = make_mesh()
+    whole = (sharding(mesh, (1, 1), 3),)
+    step = jax.jit(planned_function(graph, decided, mesh, AXES), in_shardings=whole, out_shardings=[*whole] * 2)
+    compiled = step.lower(*args).compile()
+    assert_same(compiled(jax.device_put(args[0], whole[0])), jax.jit(f)(*args))
+    assert not parse_collectives(compiled.as_text())
+
+
 def test_local_operations_keep_their_names() -> None:
     def f(x: jax.Array) -> Any:
         with jax.named_scope("router"):
