@@ -420,3 +420,53 @@ def _create_values(variables: Sequence[Any], shardings: Sequence[Any]) -> list[A
     values.update(moved)
     values.update(zip(missing, created, strict=True))
     return [values[i] for i in range(len(variables))]
+
+
+def apply_plan(plan: Any, model: Any) -> None:
+    """Lays out a live model in place and makes ``fit`` and ``train_on_batch`` run the planned step.
+
+    The step is compiled before the model is touched. A batch of another shape than the planned one (the last batch of
+    an epoch) runs the model's own step, its new state laid out as planned. ``model.compile`` undoes the training part.
+
+    Args:
+        plan: a plan of ``model``'s step (its trace is of this very model).
+        model: a built ``keras.Model``.
+    """
+    import jax
+
+    ins = plan.in_shardings
+    compiled = plan.jit().lower(*plan.abstract_args()).compile() if plan.mode == "train" else None
+    groups = state_variables(model, plan.mode)
+    values = [[v._value for v in group] for group in groups]
+    if any(v is None for group in values for v in group):
+        values = [list(group) for group in initial_state(plan.executable.traced, ins[0], None)]
+    write_state(model, jax.device_put(values, [list(group) for group in ins[0]], may_alias=False))
+    if compiled is None:
+        return
+    planned_batch = plan.executable.args[1]
+    own_step = jax.jit(model.train_step, out_shardings=(None, tuple(plan.out_shardings[0])))
+
+    def step(state: Any, data: Any) -> tuple[Any, Any]:
+        batch = tuple(part for part in data if part is not None)
+        if _has_shapes_of(batch, planned_batch):
+            cast = jax.tree.map(lambda x, spec: _as_dtype(x, spec.dtype), batch, planned_batch)
+            laid_out = jax.device_put((tuple(map(list, state)), cast), tuple(ins))
+            new_state, logs = compiled(*laid_out)
+            return logs, new_state
+        return own_step(state, data)
+
+    model.train_function = model._make_function(step)
+
+
+def _has_shapes_of(batch: Any, planned: Any) -> bool:
+    import jax
+
+    values, specs = jax.tree.leaves(batch), jax.tree.leaves(planned)
+    structure: Any = jax.tree.structure(batch)
+    return bool(structure == jax.tree.structure(planned)) and all(
+        tuple(x.shape) == tuple(spec.shape) for x, spec in zip(values, specs, strict=True)
+    )
+
+
+def _as_dtype(value: Any, dtype: Any) -> Any:
+    return value if value.dtype == dtype else value.astype(dtype)

@@ -230,6 +230,28 @@ class Plan:
             )
         return keras_integration.initial_state(traced, self.in_shardings[0], seed)
 
+    def apply(self, model: Any) -> Any:
+        """Lays out a built model in place; ``fit`` and ``train_on_batch`` then run the planned step.
+
+        The step is compiled first, so that a failure leaves the model as it was. A batch of another size runs the
+        model's own step on the laid-out state. ``evaluate`` and ``predict`` run the model's own functions on it.
+
+        Returns:
+            the model.
+
+        Raises:
+            PlanMismatchError: the model is not the one that was planned, or there are too few devices.
+        """
+        from autoshard_ilp import keras_integration
+
+        plan = self
+        traced = self.executable.traced if self.executable is not None else None
+        if traced is None or traced.model is not model:
+            batch = dict(zip(("inputs", "targets", "sample_weight"), traced.batch, strict=False)) if traced else {}
+            plan = self.bind(model, **batch)
+        keras_integration.apply_plan(plan, model)
+        return model
+
     def bind(self, model: Any, **inputs: Any) -> Plan:
         """This plan with the step of ``model`` (a Keras model or a builder), traced again.
 
