@@ -57,7 +57,7 @@ def measure(name: str, time_limit: float, target: str | None) -> list[dict[str, 
                 plan = api.plan_step(step, traced, request, shown, mode="train", batch_size=traced.batch_size)
                 best = plan.cost.total_s
             else:
-                plan = baselines.plan_baseline(step, traced, request, kind, Progress(False))
+                plan = baselines.plan_baseline(traced, request, kind, Progress(False))
         except autoshard.InfeasibleError as error:
             needs = "" if error.minimum_budget is None else f", needs {error.minimum_budget / 1e9:.1f} GB"
             row["status"] = f"does not fit{needs}"

@@ -175,7 +175,7 @@ def test_no_baseline_is_predicted_to_beat_the_optimum(mesh, hardware):
 
     best = cost(api.plan_step(step, traced, request, Progress(False), mode="train", batch_size=16))
     others = {
-        name: cost(baselines.plan_baseline(step, traced, request, name, Progress(False)))
+        name: cost(baselines.plan_baseline(traced, request, name, Progress(False)))
         for name in baselines.BASELINES
         if name != "keras_hub"
     }

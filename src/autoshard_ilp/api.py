@@ -89,7 +89,7 @@ def optimize(
         InfeasibleError: no plan fits the budget and the pins; carries the smallest budget that does.
     """
     request = check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
-    policies = _policies(remat, mode)
+    policies = remat_policies(remat, mode)
     with Progress(progress).running() as shown:
         with shown.stage("trace"):
             options = {
@@ -101,15 +101,24 @@ def optimize(
                 "mode": mode,
             }
             traced = trace(model, request.mesh, **options)
-        failures = []
-        for policy in policies:
-            with shown.stage("graph"):
-                step = graph_of(traced, policy)
-            found = attempt(step, traced, request, shown, mode=mode, batch_size=traced.batch_size)
-            if not isinstance(found, Failure):
-                return found
-            failures.append(found)
-        raise _infeasible(failures, request)
+        return plan_traced(traced, request, shown, policies)
+
+
+def plan_traced(traced: Any, request: Request, progress: Progress, policies: Sequence[str]) -> Plan:
+    """Plans a Keras step under the first rematerialisation policy that fits.
+
+    Raises:
+        InfeasibleError: none of them fits.
+    """
+    failures = []
+    for policy in policies:
+        with progress.stage("graph"):
+            step = graph_of(traced, policy)
+        found = attempt(step, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
+        if not isinstance(found, Failure):
+            return found
+        failures.append(found)
+    raise _infeasible(failures, request)
 
 
 def check_request(
@@ -138,7 +147,7 @@ def check_request(
     return Request(where, profile, shape, capacity, pins, objective, options, restriction)
 
 
-def _policies(remat: str, mode: str) -> tuple[str, ...]:
+def remat_policies(remat: str, mode: str) -> tuple[str, ...]:
     """Rematerialisation policies to try, in order."""
     from autoshard_ilp.remat import POLICIES
 
@@ -231,6 +240,8 @@ def step_of(
 class Failure:
     """A step for which no plan was found, with what explains it."""
 
+    step: Step
+    infos: Any
     built: Any
     solution: Any
     pinned: Pinned
@@ -240,19 +251,25 @@ def attempt(
     step: Step, infos: Any, request: Request, progress: Progress, *, mode: str, batch_size: int, origin: Any = None
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``."""
-    from autoshard_ilp.costs.build import build_program
     from autoshard_ilp.program import solve
 
     with progress.stage("strategies"):
         table, pinned = price(step.graph, request)
     with progress.stage("costs"):
-        roles = {op: ROLES.get(infos.arguments[i].role, "inputs") for i, op in enumerate(step.graph.arguments)}
-        built = build_program(table, roles, capacity=request.capacity, objective=request.objective)
+        built = build(step, infos, table, request)
     with progress.stage("solve"):
         solution = solve(built.program, request.solver, on_progress=progress.tell)
     if solution.status == "infeasible" or solution.choices is None:
-        return Failure(built, solution, pinned)
+        return Failure(step, infos, built, solution, pinned)
     return _assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
+
+
+def build(step: Step, infos: Any, table: Any, request: Request) -> Any:
+    """The integer program of a cost table."""
+    from autoshard_ilp.costs.build import build_program
+
+    roles = {op: ROLES.get(infos.arguments[i].role, "inputs") for i, op in enumerate(step.graph.arguments)}
+    return build_program(table, roles, capacity=request.capacity, objective=request.objective)
 
 
 def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **options: Any) -> Plan:
@@ -321,7 +338,8 @@ def _infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleErro
     memory = peak_memory(built, choices, request.capacity)
     largest = "; ".join(f"{label} {format_bytes(size)}" for label, size in memory.contributors[:5])
     proved = "" if lower == upper else f" (proved: not below {format_bytes(lower)})"
-    named = f" Pins in force: {', '.join(pins)}." if pins else ""
+    pins = _pins_at_fault(failures, request, pins)
+    named = f" It fits without the pins {', '.join(pins)}." if pins else ""
     return InfeasibleError(
         f"No plan fits the memory budget. Received: {format_bytes(request.capacity)} per device on a mesh of "
         f"{request.mesh}. The smallest budget that fits is {format_bytes(upper)}{proved}; at its peak: {largest}."
@@ -331,6 +349,20 @@ def _infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleErro
         contributors=memory.contributors,
         conflicts=pins,
     )
+
+
+def _pins_at_fault(failures: Sequence[Failure], request: Request, pins: list[str]) -> list[str]:
+    """The pins, when the budget would do without them; none, when it is too small all the same."""
+    from autoshard_ilp.program import minimum_capacity
+
+    free = replace(request, pins=None)
+    for failure in failures if pins else ():
+        table, _ = price(failure.step.graph, free)
+        program = build(failure.step, failure.infos, table, free).program
+        _, upper, _ = minimum_capacity(program, request.solver, enough=request.capacity)
+        if upper <= request.capacity:
+            return pins
+    return []
 
 
 def _assemble(

@@ -31,7 +31,7 @@ from typing import Any
 from autoshard_ilp.errors import InfeasibleError, InputShapeError, UnsupportedModelError
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.pins import Allowed
-from autoshard_ilp.plan import Plan, Step
+from autoshard_ilp.plan import Plan
 from autoshard_ilp.program.model import SolverOptions
 from autoshard_ilp.sharding import WHOLE, Layout, divides, divisible_layouts, from_partition_spec, replicated
 
@@ -60,6 +60,7 @@ def baseline(
     pins: Mapping[str, Any] | None = None,
     objective: str = "step_time",
     solver: SolverOptions | None = None,
+    remat: str = "auto",
     strict: bool = False,
     progress: Any = None,
 ) -> Plan:
@@ -69,7 +70,7 @@ def baseline(
         model, mesh: as for ``optimize``.
         name: one of :data:`BASELINES`; the module's docstring says what each of them fixes.
         memory_budget, hardware, batch_size, inputs, targets, sample_weight, sequence_length, mode, objective, solver,
-            strict, progress: as for ``optimize``.
+            remat, strict, progress: as for ``optimize``.
         pins: as for ``optimize``; a pin takes precedence over the baseline.
 
     Returns:
@@ -85,6 +86,7 @@ def baseline(
 
     check_name(name)
     request = api.check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
+    policies = api.remat_policies(remat, mode)
     with Progress(progress).running() as shown:
         with shown.stage("trace"):
             options = {
@@ -96,19 +98,18 @@ def baseline(
                 "mode": mode,
             }
             traced = api.trace(model, request.mesh, **options)
-        with shown.stage("graph"):
-            step = api.graph_of(traced)
-        return plan_baseline(step, traced, request, name, shown)
+        return plan_baseline(traced, request, name, shown, policies)
 
 
-def plan_baseline(step: Step, traced: Any, request: Any, name: str, progress: Any) -> Plan:
+def plan_baseline(traced: Any, request: Any, name: str, progress: Any, policies: Sequence[str] = ("never",)) -> Plan:
     """Plans a step that is already traced by a baseline; several baselines can share one trace.
 
     Args:
-        step, traced: from :func:`autoshard_ilp.api.trace_step`.
+        traced: from :func:`autoshard_ilp.api.trace`.
         request: from :func:`autoshard_ilp.api.check_request`.
         name: one of :data:`BASELINES`.
         progress: an :class:`autoshard_ilp.progress.Progress`.
+        policies: rematerialisation policies to try in order.
     """
     from autoshard_ilp import api
 
@@ -116,7 +117,7 @@ def plan_baseline(step: Step, traced: Any, request: Any, name: str, progress: An
     restriction = BASELINES[name](traced, request.mesh)
     request = replace(request, restriction=restriction.of_paths)
     try:
-        plan = api.plan_step(step, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
+        plan = api.plan_traced(traced, request, progress, policies)
     except InfeasibleError as error:
         raise InfeasibleError(
             f"Baseline {name!r}: {error}",

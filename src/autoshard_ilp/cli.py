@@ -236,7 +236,7 @@ def _baseline(name: str, factory: Any, mesh: Any, budget: Any, options: Mapping[
     from autoshard_ilp import baseline
 
     try:
-        return baseline(factory, mesh, name, memory_budget=budget, **{k: v for k, v in options.items() if k != "remat"})
+        return baseline(factory, mesh, name, memory_budget=budget, **options)
     except InfeasibleError as error:
         return error
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from autoshard_ilp.errors import PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.mesh import MeshSpec
@@ -182,10 +184,10 @@ class Plan:
                     f"Received: {tree}."
                 )
             for leaf, value in zip(self.arguments, flat, strict=True):
-                if tuple(value.shape) != leaf.shape:
+                if np.shape(value) != leaf.shape:
                     raise PlanMismatchError(
                         f"The planned step takes arguments of the shapes it was planned for. Received: {leaf.path!r} "
-                        f"of shape {tuple(value.shape)} instead of {leaf.shape}. Plan again for this shape."
+                        f"of shape {np.shape(value)} instead of {leaf.shape}. Plan again for this shape."
                     )
             return jax.tree.unflatten(step.out_tree, run(*flat))
 
