@@ -16,7 +16,6 @@ import numpy as np
 from autoshard_ilp.program.dual import Dual
 from autoshard_ilp.program.memory import held_by_edge, held_by_node
 from autoshard_ilp.program.net import EmptyNodeError, Net
-from autoshard_ilp.program.presolve import Presolve
 from autoshard_ilp.program.search import PROOF
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class Tree:
         net, size = branch.net, branch.size
         now = sum(len(net.alive[v]) for v in net.live)
         if now < SHRINK * size:
-            Presolve(net, max_degree=99, max_cells=CELLS, deadline=self.search.deadline).run()
+            self.search.presolve(net, 99, CELLS)
             now = sum(len(net.alive[v]) for v in net.live)
             size = now
         if not net.live:

@@ -16,7 +16,6 @@ from autoshard_ilp.program.dual import Dual
 from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weighted_usage
 from autoshard_ilp.program.memory import Owners, Row, counted, violated_times
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
-from autoshard_ilp.program.presolve import Presolve
 from autoshard_ilp.program.prices import PricedRows
 from autoshard_ilp.program.search import Search
 
@@ -64,8 +63,9 @@ class Constrained:
         fresh = violated_times(self.program, self.seen[0], self.capacity, set())
         if fresh and self.search.best is None:
             # What the worst moment needs at least, costs aside: often proves at once that nothing fits.
-            row = self.owners.row(fresh[0])
-            least, bound = least_cost(weighted_usage(self.program, [row], np.ones(1)), self.search.deadline)
+            weights = np.zeros(int(np.max(self.program.lifetimes.end)))
+            weights[fresh[0]] = 1.0
+            least, bound = least_cost(weighted_usage(self.program, weights), self.search.deadline)
             if bound > self.capacity + 0.5:
                 self.search.report["minimum_capacity_bound"] = math.ceil(bound * (1 - 1e-12) - 1e-6)
                 return True
@@ -117,8 +117,7 @@ class Constrained:
         entry: dict[str, Any] = {"rows": len(self.rows), "before": net.size()}
         self.log.append(entry)
         since = time.monotonic()
-        presolve = Presolve(net, max_degree=99, max_cells=CELLS, deadline=search.deadline)
-        presolve.run()
+        presolve = search.presolve(net, 99, CELLS)
         entry.update(removed=dict(presolve.counts), after=net.size(), presolve_seconds=time.monotonic() - since)
         if not net.live:
             return self.settle(net)

@@ -94,6 +94,7 @@ class Descent:
     removed: Callable[[dict[int, np.ndarray]], None] | None = None
     rounds: Sequence[tuple[int, int]] = ROUNDS
     log: list[dict[str, Any]] = field(default_factory=list)
+    presolve_seconds: float = 0.0  # of all rounds
 
     def run(self, net: Net, upper: float) -> Net:
         """Descend until solved, out of time, or elimination gets too wide; what is left has reparametrised costs.
@@ -105,7 +106,10 @@ class Descent:
             since = time.monotonic()
             before = net.size()
             presolve = Presolve(net, max_degree=degree, max_cells=cells, deadline=self.deadline)
-            presolve.run()
+            try:
+                presolve.run()
+            finally:
+                self.presolve_seconds += time.monotonic() - since
             entry: dict[str, Any] = {"before": before, "removed": dict(presolve.counts), "after": net.size()}
             entry["presolve_seconds"] = time.monotonic() - since
             self.log.append(entry)

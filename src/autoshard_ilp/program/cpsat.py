@@ -365,7 +365,13 @@ def solve_rows(
 
 
 def minimise_peak(
-    net: Net, program: Program, rows: Sequence[Row], options: CpOptions, lower: int, upper: int
+    net: Net,
+    program: Program,
+    rows: Sequence[Row],
+    options: CpOptions,
+    lower: int,
+    upper: int,
+    hint: np.ndarray | None = None,
 ) -> tuple[np.ndarray | None, int]:
     """The assignment of ``net`` with the least largest row usage, costs aside.
 
@@ -384,6 +390,8 @@ def minimise_peak(
     for row in rows:
         b.model.add(b.usage(row, unit)[0] <= peak)
     b.model.minimize(peak)
+    if hint is not None:
+        b.add_hint(hint)
     run = run_solver(b.model, options)
     if run.status == cp_model.INFEASIBLE:
         return None, upper

@@ -18,7 +18,6 @@ from autoshard_ilp.program.core import ROUNDS, Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_rows
 from autoshard_ilp.program.memory import counted
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Net, build_net
-from autoshard_ilp.program.presolve import Presolve
 from autoshard_ilp.program.prices import PricedRows
 
 if TYPE_CHECKING:
@@ -144,6 +143,8 @@ class Dual:
             if exact_removal or math.isinf(min(start, best["upper"])):
                 raise
             prove(min(start, best["upper"]))
+        finally:
+            search.book("presolve", descent.presolve_seconds)
         if best["lower"] > self.bound:
             self.bound, self.prices = best["lower"], prices
             if self.whole:
@@ -151,7 +152,7 @@ class Dual:
         for ruled_out in gone:
             self._drop(ruled_out)
         if gone:
-            Presolve(self.net, max_degree=99, max_cells=20_000, deadline=search.deadline).run()
+            search.presolve(self.net, 99, 20_000)
         for plan in plans[-1:]:
             owner.remember(plan)
             if self.whole:
@@ -205,7 +206,7 @@ class Dual:
         deadline = min(search.deadline, time.monotonic() + POOL_SECONDS)
         try:
             net = build_net(owner.program, keep, *counted(owner.program, owner.rows))
-            Presolve(net, max_degree=99, max_cells=5000, deadline=deadline).run()
+            search.presolve(net, 99, 5000)
             if not net.live:
                 return owner.settle(net, whole=False)
             if sum(f.table.size for f in net.factors.values()) > POOL_CELLS:

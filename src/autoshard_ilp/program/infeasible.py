@@ -1,8 +1,11 @@
 """The smallest capacity that has a plan at all: proved, or bounded from both sides.
 
 For weights w >= 0 over times that sum to one, the least weighted usage is at most the least peak, so it bounds it from
-below; it is a program without memory rows and solved exactly. The weights follow cutting planes; CP-SAT closes what
-is left. Costs do not matter here, only which choices are finite.
+below; it is a program without memory rows and solved exactly. Two sorts of weights take turns: multiplicative ones
+over all times, which give good plans at once (no moment is free, so nothing is wasted at any), and cutting planes over
+the worst moments, which give the bound. CP-SAT closes what is left. Costs do not matter, only which choices are finite.
+
+Multiplicative weights: Arora, Hazan, Kale, Theory of Computing 8 (2012), "The multiplicative weights update method".
 """
 
 from __future__ import annotations
@@ -21,22 +24,38 @@ from autoshard_ilp.program.model import Lifetimes, Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, build_net
 from autoshard_ilp.program.presolve import Presolve
 
-STEPS = 12
+SECONDS = 10.0  # most for the whole search: its answer is a message, or the start of a larger search
+STEPS = 40
+RATE = 20.0  # of multiplicative weights, per usage relative to the least peak known
+CLIP = 1.5  # most of that relative usage that counts: plans of one moment alone are wild elsewhere
+SPREAD = 1e-5  # part of the cutting planes' weights given to all times, so that ties are decided well
+NEAR = 1e-3  # relative gap below which that part is left out, for the exact bound
 POOL = 10  # plans combined
 POOL_SECONDS = 2.0
+WHOLE_SECONDS = 4.0  # CP-SAT over all strategies
 
 
-def weighted_usage(program: Program, rows: list[Row], weights: np.ndarray) -> Program:
-    """The program whose cost is the weighted usage in bytes; what was forbidden stays forbidden."""
+def weighted_usage(program: Program, weights: np.ndarray) -> Program:
+    """The program whose cost is the weighted usage in bytes; what was forbidden stays forbidden.
+
+    Args:
+        program: nodes, edges and lifetimes.
+        weights: one per time step, none negative (dimensionless); empty: every finite assignment costs nothing.
+    """
     node_cost = [np.where(np.isfinite(n.costs), 0.0, np.inf) for n in program.nodes]
     edge_cost = [np.where(np.isfinite(e.table), 0.0, np.inf) for e in program.edges]
-    for row, w in zip(rows, weights, strict=True):
-        if w <= 0:
-            continue
-        for v, count in zip(row.nodes.tolist(), row.node_counts.tolist(), strict=True):
-            node_cost[v] = node_cost[v] + w * count * np.asarray(program.nodes[v].bytes, np.float64)
-        for e, count in zip(row.edges.tolist(), row.edge_counts.tolist(), strict=True):
-            edge_cost[e] = edge_cost[e] + w * count * np.asarray(program.edges[e].bytes, np.float64)
+    lt = program.lifetimes
+    if len(weights) and weights.any():
+        total = np.concatenate(([0.0], np.cumsum(weights)))
+        held = total[np.asarray(lt.end)] - total[np.asarray(lt.start)]
+        # A difference of sums leaves noise where all weights are zero, which would cost presolve its zeros.
+        held[held <= 1e-14 * total[-1]] = 0.0
+        is_edge, owner = np.asarray(lt.is_edge, bool), np.asarray(lt.owner)
+        for side, costs, owners in ((~is_edge, node_cost, program.nodes), (is_edge, edge_cost, program.edges)):
+            for i, weight in enumerate(np.bincount(owner[side], held[side], len(costs))):
+                own = owners[i].bytes
+                if weight > 0 and own is not None:
+                    costs[i] = costs[i] + weight * np.asarray(own, np.float64)
     nodes = tuple(dataclasses.replace(n, costs=c, bytes=None) for n, c in zip(program.nodes, node_cost, strict=True))
     edges = tuple(dataclasses.replace(e, table=t, bytes=None) for e, t in zip(program.edges, edge_cost, strict=True))
     return Program(nodes, edges, Lifetimes.empty())
@@ -76,7 +95,7 @@ def minimum_capacity(
 
     Args:
         program: its own ``capacity`` is ignored.
-        options: time limit, seed, workers.
+        options: time limit (once some plan is known, the search ends after ``SECONDS`` in any case), seed, workers.
         enough: stop as soon as this capacity is known to suffice, or known not to.
 
     Returns:
@@ -85,9 +104,8 @@ def minimum_capacity(
     Raises:
         InfeasibleError: no assignment is finite, whatever the capacity.
     """
-    deadline = time.monotonic() + options.time_limit
     try:
-        return _Minimum(program, options, deadline, enough).run()
+        return _Minimum(program, options, enough).run()
     except EmptyNodeError:
         raise InfeasibleError(
             "A plan needs one finite strategy per node that fits its neighbours. Received: a program with none at any "
@@ -96,8 +114,11 @@ def minimum_capacity(
 
 
 class _Minimum:
-    def __init__(self, program: Program, options: SolverOptions, deadline: float, enough: int | None) -> None:
-        self.program, self.options, self.deadline = program, options, deadline
+    def __init__(self, program: Program, options: SolverOptions, enough: int | None) -> None:
+        began = time.monotonic()
+        self.program, self.options = program, options
+        self.begin_deadline = began + options.time_limit
+        self.deadline = began + min(options.time_limit, SECONDS)
         self.enough = enough
         self.owners, self.rows = Owners(program), list[Row]()
         self.lower, self.upper = 0, -1
@@ -106,31 +127,25 @@ class _Minimum:
         self.plans: list[np.ndarray] = []
 
     def run(self) -> tuple[int, int, np.ndarray]:
-        start, _ = least_cost(weighted_usage(self.program, [], np.zeros(0)), self.deadline)
+        start, _ = least_cost(weighted_usage(self.program, np.zeros(0)), self.begin_deadline)
         if start is None:
             raise InfeasibleError(
                 "No finite assignment was found within the time limit. Received: "
                 f"time_limit={self.options.time_limit}. Raise it."
             )
         self._see(start)
-        weights = np.ones(len(self.rows))
-        for _ in range(STEPS):
+        for step in range(STEPS):
             if self._finished() or not self.rows:
                 break
-            choices, bound = least_cost(weighted_usage(self.program, self.rows, weights), self.deadline)
+            choices, bound = least_cost(weighted_usage(self.program, self._next_weights(step)), self.deadline)
             if math.isfinite(bound):  # no bound, and no plan, when time ran out at once
                 self.lower = max(self.lower, math.ceil(bound * (1 - 1e-12) - 1e-6))
-            before = len(self.rows)
             if choices is not None:
                 self._see(choices)
-            fresh = self._weights()
-            if len(self.rows) == before and np.allclose(fresh, weights):
-                break
-            weights = fresh
         while not self._finished() and self._cpsat(self._pool(), POOL_SECONDS):
             pass
         while not self._finished():
-            if not self._cpsat():
+            if not self._cpsat(seconds=WHOLE_SECONDS):
                 break
         assert self.best is not None
         return min(self.lower, self.upper), self.upper, self.best
@@ -151,6 +166,21 @@ class _Minimum:
         moment = int(np.argmax(used)) if len(used) else 0
         if peak > self.lower and all(r.time != moment for r in self.rows):
             self.rows.append(self.owners.row(moment))
+
+    def _next_weights(self, step: int) -> np.ndarray:
+        """One weight per time, of sum one: multiplicative weights and those of cutting planes in turn."""
+        total = self.used[0] / max(1, int(self.used[0].max()))
+        for used in self.used[1:]:
+            total = total + np.minimum(used / max(1, self.upper), CLIP)
+        spread = np.exp(RATE * (total - total.max()))
+        spread /= spread.sum()
+        if step % 2 == 0:
+            return np.asarray(spread)
+        part = SPREAD if self.upper - self.lower > NEAR * self.upper else 0.0
+        weights = part * spread
+        for row, w in zip(self.rows, self._weights(), strict=True):
+            weights[row.time] += (1 - part) * w
+        return np.asarray(weights)
 
     def _weights(self) -> np.ndarray:
         """Weights that maximise the least weighted usage over the plans seen (a linear program)."""
@@ -187,7 +217,7 @@ class _Minimum:
         Presolve(net, deadline=deadline).run()
         if net.live:
             options = CpOptions(deadline, self.options.seed, self.options.workers)
-            choices, bound = minimise_peak(net, self.program, self.rows, options, self.lower, self.upper)
+            choices, bound = minimise_peak(net, self.program, self.rows, options, self.lower, self.upper, self.best)
         else:
             choices = np.zeros(len(net.cost), np.int64)
             used = self.program.usage_over_time(net.complete(choices))

@@ -104,7 +104,7 @@ class SolverOptions:
         time_limit: seconds; the best plan found so far is returned when they run out.
         relative_gap: stop once (objective - bound) / objective is at most this; 0.0 proves optimality.
         seed: same seed, same program, same plan.
-        workers: solver threads; None: the number of cores.
+        workers: solver threads; None: 8, so that plans do not depend on the machine.
         fold_layers: tie repeated layers (structurally equal neighbourhoods) to one decision.
         strict: an unknown primitive is an error instead of being kept whole.
     """

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
+from autoshard_ilp.program.net import Net
+from autoshard_ilp.program.presolve import Presolve
 
 PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below this
 
@@ -60,9 +62,27 @@ class Search:
         self.lower = max(self.lower, bound)
 
     def add_seconds(self, stage: str, since: float) -> None:
-        """Book time to a stage of the report."""
-        seconds = self.report.setdefault("seconds", {})
-        seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - since
+        """Book the time since a monotonic moment to a stage of the report ("presolve" is part of the other stages)."""
+        self.book(stage, time.monotonic() - since)
+
+    def book(self, stage: str, seconds: float) -> None:
+        """Add seconds to a stage of the report."""
+        stages = self.report.setdefault("seconds", {})
+        stages[stage] = stages.get(stage, 0.0) + seconds
+
+    def presolve(self, net: Net, max_degree: int, max_cells: int) -> Presolve:
+        """Shrink ``net`` in place within the time left; the time counts as presolve in the report.
+
+        Raises:
+            EmptyNodeError: no finite assignment exists.
+        """
+        since = time.monotonic()
+        presolve = Presolve(net, max_degree=max_degree, max_cells=max_cells, deadline=self.deadline)
+        try:
+            presolve.run()
+        finally:
+            self.add_seconds("presolve", since)
+        return presolve
 
     def done(self) -> bool:
         """Proved to the gap asked for."""

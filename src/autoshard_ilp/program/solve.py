@@ -125,7 +125,9 @@ def _descend(search: Search) -> tuple[np.ndarray | None, float]:
         if state["best"] is None:
             raise
         prove(state["upper"])
-    search.add_seconds("descent", since)
+    finally:
+        search.book("presolve", descent.presolve_seconds)
+        search.add_seconds("descent", since)
     return state["best"], state["lower"]
 
 
