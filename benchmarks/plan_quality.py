@@ -41,11 +41,12 @@ def measure(name: str, time_limit: float, target: str | None) -> list[dict[str, 
     import autoshard_ilp as autoshard
     from autoshard_ilp import api, baselines
     from autoshard_ilp.progress import Progress
+    from autoshard_ilp.step import trace_step
 
     case = CASES[name]
     solver = autoshard.SolverOptions(time_limit=time_limit)
     request = api.check_request(case.mesh, None, case.hardware, None, "step_time", solver)
-    step, traced = api.trace_step(case.factory(), request.mesh, **case.options())
+    step, traced = trace_step(case.factory(), request.mesh, **case.options())
     rows: list[dict[str, Any]] = []
     best = None
     for kind in ("optimize", *baselines.BASELINES):

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard_ilp as autoshard
 from autoshard_ilp import api, baselines
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.step import trace_step
 from dear_compute import dear_compute
 
 MESH = {"data": 2, "model": 4}
@@ -167,7 +168,7 @@ def test_pins_take_precedence():
 )
 def test_no_baseline_is_predicted_to_beat_the_optimum(mesh, hardware):
     request = api.check_request(mesh, None, dear_compute() if hardware == "dear" else hardware, None, "step_time", None)
-    step, traced = api.trace_step(mlp, request.mesh, batch_size=16)
+    step, traced = trace_step(mlp, request.mesh, batch_size=16)
 
     def cost(found):
         assert found.status == "optimal"

@@ -86,7 +86,9 @@ def optimize_fn(
         with shown.stage("trace"):
             traced = trace_function(fn, args, donate_argnums)
         with shown.stage("graph"):
-            step = api.step_of(traced, traced.args, traced.donated)
+            from autoshard_ilp.step import step_of
+
+            step = step_of(traced, traced.args, traced.donated)
         plan = api.plan_step(step, traced, request, shown, mode="function", batch_size=0)
     return replace(plan, notes=(_donation_note(traced.donated), *plan.notes))
 

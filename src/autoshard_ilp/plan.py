@@ -15,6 +15,7 @@ from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.placement import Placement, decisions, fingerprint
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
 from autoshard_ilp.sharding import Layout, to_partition_spec
+from autoshard_ilp.step import Step
 
 
 @dataclass(frozen=True)
@@ -26,27 +27,6 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: str
     layout: Layout
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """The traced step a plan runs: needed to execute it, absent from a plan just loaded from a file.
-
-    Attributes:
-        graph: with hubs, as planned.
-        args: pytree of ``jax.ShapeDtypeStruct`` per positional argument.
-        out_tree: tree structure of the results.
-        donated: positional arguments whose buffers the results take over.
-        traced: the Keras trace, or None for a plain function.
-        remat: rematerialisation policy that the graph was rewritten under.
-    """
-
-    graph: Graph
-    args: tuple[Any, ...]
-    out_tree: Any
-    donated: tuple[int, ...]
-    traced: Any = None
-    remat: str = "never"
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +240,7 @@ class Plan:
         Raises:
             PlanMismatchError: the model's step is not the one this plan was made for.
         """
-        from autoshard_ilp.api import trace_step
+        from autoshard_ilp.step import trace_step
 
         options = {"batch_size": self.batch_size, "mode": self.mode, "remat": self.remat_policy, **inputs}
         step, _ = trace_step(model, self.mesh, **options)

@@ -111,7 +111,7 @@ def build_table(
         fold_layers: tie repeated layers to one decision.
     """
     buffers = analyse(graph)
-    views = [_view(graph, op) for op in graph.ops]
+    views = [graph.view(op) for op in graph.ops]
     rules = _rules(views, rule_of)
     class_of = _classes(graph, buffers, views, rules, restriction_key, fold_layers)
     members: dict[int, list[int]] = {}
@@ -129,19 +129,6 @@ def build_table(
     flows = _flows(graph, class_of, classes)
     return CostTable(
         graph, axis_names, axis_sizes, profile, collectives, buffers, classes, class_of, flows, reshard, unknown
-    )
-
-
-def _view(graph: Graph, op: Op) -> OpView:
-    ins = [graph.tensors[t] for t in op.inputs]
-    outs = [graph.tensors[t] for t in op.outputs]
-    return OpView(
-        op.primitive,
-        tuple(t.shape for t in ins),
-        tuple(t.shape for t in outs),
-        tuple(t.dtype for t in ins),
-        tuple(t.dtype for t in outs),
-        op.params,
     )
 
 

@@ -1,0 +1,84 @@
+"""A step to be planned: traced once, its graph built, activations recomputed where asked, hubs inserted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard_ilp.errors import InputShapeError
+from autoshard_ilp.graph import Graph
+from autoshard_ilp.mesh import MeshSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The traced step a plan runs: needed to execute it, absent from a plan just loaded from a file.
+
+    Attributes:
+        graph: with hubs, as planned.
+        args: pytree of ``jax.ShapeDtypeStruct`` per positional argument.
+        out_tree: tree structure of the results.
+        donated: positional arguments whose buffers the results take over.
+        traced: the Keras trace, or None for a plain function.
+        remat: rematerialisation policy that the graph was rewritten under.
+    """
+
+    graph: Graph
+    args: tuple[Any, ...]
+    out_tree: Any
+    donated: tuple[int, ...]
+    traced: Any = None
+    remat: str = "never"
+
+
+def trace(model: Any, mesh: MeshSpec, **options: Any) -> Any:
+    """Traces the step once (:func:`autoshard_ilp.trace.trace_model`) and checks the batch against the mesh."""
+    from autoshard_ilp.trace import trace_model
+
+    batch_size = options.get("batch_size")
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise InputShapeError(f"batch_size is a positive integer. Received: {batch_size!r}.")
+    traced = trace_model(model, device_count=mesh.size, **options)
+    axes = [s for s in mesh.axis_sizes if s > 1]
+    if axes and traced.batch_size > 1 and all(traced.batch_size % s for s in axes):
+        raise InputShapeError(
+            f"The global batch must divide by at least one mesh axis. Received: batch_size={traced.batch_size} on a "
+            f"mesh of {mesh}. Use a multiple of {min(axes)}."
+        )
+    return traced
+
+
+def trace_step(model: Any, mesh: MeshSpec, **options: Any) -> tuple[Step, Any]:
+    """Trace and graph in one go; ``remat`` among the options."""
+    remat = options.pop("remat", "never")
+    traced = trace(model, mesh, **options)
+    return graph_of(traced, remat), traced
+
+
+def graph_of(traced: Any, remat: str = "never") -> Step:
+    """The graph of a Keras step, hubs inserted."""
+    return step_of(traced, (traced.state, traced.batch), (0,), traced, remat)
+
+
+def step_of(
+    infos: Any, args: tuple[Any, ...], donated: tuple[int, ...], traced: Any = None, remat: str = "never"
+) -> Step:
+    """The graph of any traced step, hubs inserted.
+
+    Args:
+        infos: has ``closed_jaxpr``, ``arguments``, ``results`` (both with paths), ``aliases`` and ``out_tree``.
+        args: pytree of ``jax.ShapeDtypeStruct`` per positional argument.
+        donated: positional arguments whose buffers the results take over.
+        traced: the Keras trace, or None for a plain function.
+        remat: rematerialisation policy.
+    """
+    from autoshard_ilp.graph import build_graph, insert_hubs
+    from autoshard_ilp.remat import rematerialise
+
+    graph = build_graph(
+        infos.closed_jaxpr,
+        argument_paths=[a.path for a in infos.arguments],
+        result_paths=[r.path for r in infos.results],
+        aliases=infos.aliases,
+    )
+    return Step(insert_hubs(rematerialise(graph, remat)), args, infos.out_tree, donated, traced, remat)
