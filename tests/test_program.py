@@ -164,7 +164,7 @@ def test_a_training_step_under_binding_memory() -> None:
 
 
 def test_time_limit_is_respected_and_the_bound_valid() -> None:
-    program = training_step(6, mesh=(4, 4))
+    program = training_step(6, mesh=(2, 2, 4))
     began = time.monotonic()
     short = solve(program, SolverOptions(time_limit=0.3))
     assert time.monotonic() - began < 0.3 + LATE
@@ -255,6 +255,28 @@ def test_a_branch_with_no_room_below_the_best_plan_is_closed() -> None:
         solve_net(build_net(program), program, (), None, CpOptions(time.monotonic() + 5.0), upper=0.5)
     exact = solve_net(build_net(program), program, (), None, CpOptions(time.monotonic() + 5.0), upper=1.0)
     assert exact.status == "optimal" and exact.bound <= 1.0 * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(programs(), st.integers(0, 20))
+def test_costs_below_zero(program: Program, less: int) -> None:
+    lowered = dataclasses.replace(
+        program, nodes=tuple(dataclasses.replace(n, costs=n.costs - less) for n in program.nodes)
+    )
+    expected = brute_force(lowered)
+    found = solve(lowered, OPTIONS, hint=expected.choices)
+    assert found.status == expected.status
+    if expected.choices is None:
+        return
+    assert found.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-12)
+    net = build_net(lowered)
+    Presolve(net, steps=frozenset({"parallel"})).run()
+    for number in list(net.factors):
+        compress(net, number)
+    messages = Messages(net)
+    for _ in range(3):  # raised "no plan is cheaper" when minima below zero were not yet part of the bound
+        messages.sweep(expected.objective + 1e-9 * abs(expected.objective))
+        assert messages.bound <= expected.objective + 1e-9 * abs(expected.objective) + 1e-12
 
 
 def test_empty_and_single_programs() -> None:

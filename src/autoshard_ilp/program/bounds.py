@@ -50,6 +50,7 @@ class Messages:
         first = {n: min(f.scope, key=rank.__getitem__) for n, f in net.factors.items()}
         self.forward = {v: [p for p in self.ports[v] if last[p.factor] != v] for v in self.nodes}
         self.backward = {v: [p for p in self.ports[v] if first[p.factor] != v] for v in self.nodes}
+        self.reprice({}, {}, 0.0)  # costs may be below zero here: moved under other prices, or given so
 
     def _port(self, v: int, number: int) -> Port:
         f = self.net.factors[number]
