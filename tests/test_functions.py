@@ -340,3 +340,17 @@ def test_functions_that_cannot_be_traced_say_why():
         plan(branch, (jnp.ones(4),))
     with pytest.raises(autoshard.UnsupportedModelError, match=r"missing 2 required positional arguments"):
         plan(train_step, (jnp.ones(4),))
+
+
+def test_a_while_loop_is_priced_at_its_declared_count():
+    def power(x, w):
+        return jax.lax.while_loop(lambda c: c[0] < 7, lambda c: (c[0] + 1, c[1] @ w), (0, x))[1]
+
+    args = (jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((64, 64), "float32"))
+    flops = [
+        autoshard.optimize_fn(power, args, {"x": 1}, while_trip_count=count, progress=False).cost.flops
+        for count in (1, 7)
+    ]
+    assert flops == [2 * 64**3, 7 * 2 * 64**3]
+    with pytest.raises(autoshard.InputShapeError, match="while_trip_count"):
+        autoshard.optimize_fn(power, args, {"x": 1}, while_trip_count=0)

@@ -54,6 +54,7 @@ def optimize_fn(
     objective: str = "step_time",
     solver: SolverOptions | None = None,
     strict: bool = False,
+    while_trip_count: int = 1,
     progress: Any = None,
 ) -> Plan:
     """Finds the fastest layout of every tensor of a JAX function within a memory budget, and proves it.
@@ -66,6 +67,7 @@ def optimize_fn(
             leading results that are like the leading arguments (same tree structure, shapes and dtypes) are taken as
             their new values: ``(params, opt_state, batch) -> (params, opt_state, loss)`` donates the first two. A
             function that returns its first argument's structure alone donates that, unless it is a single array.
+        while_trip_count: iterations that each ``jax.lax.while_loop`` is priced at; a scan's own count is known.
         pins: ``{regex on a path: PartitionSpec or tuple}``; paths are "args/<i>/<keys>" and "outputs/<keys>".
 
     Returns:
@@ -79,16 +81,17 @@ def optimize_fn(
     """
     from autoshard_ilp import api
     from autoshard_ilp.progress import Progress
+    from autoshard_ilp.step import step_of
 
     _check_function(fn, args)
+    if isinstance(while_trip_count, bool) or not isinstance(while_trip_count, int) or while_trip_count < 1:
+        raise InputShapeError(f"while_trip_count is a positive integer. Received: {while_trip_count!r}.")
     request = api.check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
     with Progress(progress).running() as shown:
         with shown.stage("trace"):
             traced = trace_function(fn, args, donate_argnums)
         with shown.stage("graph"):
-            from autoshard_ilp.step import step_of
-
-            step = step_of(traced, traced.args, traced.donated)
+            step = step_of(traced, traced.args, traced.donated, while_trip_count=while_trip_count)
         plan = api.plan_step(step, traced, request, shown, mode="function", batch_size=0)
     return replace(plan, notes=(_donation_note(traced.donated), *plan.notes))
 

@@ -61,7 +61,12 @@ def graph_of(traced: Any, remat: str = "never") -> Step:
 
 
 def step_of(
-    infos: Any, args: tuple[Any, ...], donated: tuple[int, ...], traced: Any = None, remat: str = "never"
+    infos: Any,
+    args: tuple[Any, ...],
+    donated: tuple[int, ...],
+    traced: Any = None,
+    remat: str = "never",
+    while_trip_count: int = 1,
 ) -> Step:
     """The graph of any traced step, hubs inserted.
 
@@ -71,6 +76,7 @@ def step_of(
         donated: positional arguments whose buffers the results take over.
         traced: the Keras trace, or None for a plain function.
         remat: rematerialisation policy.
+        while_trip_count: iterations that each ``while_loop`` is priced at; its own count is not known.
     """
     from autoshard_ilp.graph import build_graph, insert_hubs
     from autoshard_ilp.remat import rematerialise
@@ -80,5 +86,6 @@ def step_of(
         argument_paths=[a.path for a in infos.arguments],
         result_paths=[r.path for r in infos.results],
         aliases=infos.aliases,
+        while_trip_count=while_trip_count,
     )
     return Step(insert_hubs(rematerialise(graph, remat)), args, infos.out_tree, donated, traced, remat)
