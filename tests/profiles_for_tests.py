@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from autoshard_ilp.costs.profile import COLLECTIVE_KINDS, HardwareProfile, load_profile
@@ -37,8 +36,3 @@ def toy(flops_per_s: float = 1e12, memory_bytes_per_s: float = 1e12, **changes: 
         "overlap_by_kind": {},
     }
     return dataclasses.replace(load_profile("h100"), **{**plain, **changes})
-
-
-def is_toy_time(found: float, expected: float) -> bool:
-    """Whether two times agree: the solver counts in whole small fractions of the cost, so to one part in 1e6."""
-    return math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-12)

@@ -12,7 +12,7 @@ minimises memory does so, since an update frees a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -245,12 +245,3 @@ def _reads(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple[tuple[in
                 mine.append(t)
         reads.append(tuple(mine))
     return tuple(reads)
-
-
-def parts_at(time: int, held: Sequence[tuple[str, int, int, int]]) -> dict[str, int]:
-    """Bytes per category alive at one time; ``held`` has (category, bytes, start, end)."""
-    parts: dict[str, int] = {}
-    for category, size, start, end in held:
-        if start <= time < end:
-            parts[category] = parts.get(category, 0) + size
-    return parts

@@ -7,7 +7,7 @@ seconds, compute and communication apart, and prices resharding between every pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold
 from autoshard_ilp.costs.memory import Buffers, analyse
 from autoshard_ilp.costs.reshard import CollectiveSeconds, ReshardTables
 from autoshard_ilp.graph import Graph, Op
-from autoshard_ilp.rules.rule import Kind, OpView, Rule
+from autoshard_ilp.rules.rule import OpView, Rule
 from autoshard_ilp.sharding import Layout, local_bytes
 from autoshard_ilp.strategies import Strategy, hub_strategies, strategies_of
 
@@ -112,7 +112,7 @@ def build_table(
     """
     buffers = analyse(graph)
     views = [graph.view(op) for op in graph.ops]
-    rules = _rules(views, rule_of)
+    rules = [rule_of(v) for v in views]
     class_of = _classes(graph, buffers, views, rules, restriction_key, fold_layers)
     members: dict[int, list[int]] = {}
     for op_id, c in enumerate(class_of):
@@ -130,10 +130,6 @@ def build_table(
     return CostTable(
         graph, axis_names, axis_sizes, profile, collectives, buffers, classes, class_of, flows, reshard, unknown
     )
-
-
-def _rules(views: Sequence[OpView], rule_of: Callable[[OpView], Rule]) -> list[Rule]:
-    return [rule_of(v) for v in views]
 
 
 def _classes(
@@ -358,19 +354,3 @@ def flow_tensor(table: CostTable, flow: Flow) -> Any:
 
 def _held(label: Any) -> bool:
     return bool(label) and label[0] == HELD
-
-
-def unshardable(rule: Rule) -> bool:
-    """Whether a rule keeps everything whole."""
-    return all(f.kind is Kind.REPLICATE for f in rule.factors.values())
-
-
-def role_bytes(table: CostTable, roles: Mapping[int, str], choices: Sequence[int]) -> dict[str, int]:
-    """Bytes per device of the arguments by role; ``roles`` maps argument op ids to roles."""
-    total: dict[str, int] = {}
-    for op_id, role in roles.items():
-        t = table.graph.tensors[table.graph.ops[op_id].outputs[0]]
-        c = int(table.class_of[op_id])
-        layout = table.classes[c].strategies[choices[c]].results[0]
-        total[role] = total.get(role, 0) + local_bytes(t.shape, t.itemsize, layout, table.axis_sizes)
-    return total
