@@ -325,6 +325,7 @@ def _assemble(
     batch_size: int,
     origin: dict[str, Any],
 ) -> Plan:
+    from autoshard_ilp.course import course_of
     from autoshard_ilp.placement import place
     from autoshard_ilp.remat import recomputed_scopes
     from autoshard_ilp.report import peak_memory, planned_collectives, total_cost
@@ -358,6 +359,7 @@ def _assemble(
         placement=placement,
         unknown=table.unknown,
         notes=notes,
+        course=course_of(built, table, choices),
         origin=origin,
         remat_policy=step.remat,
         remat=recomputed_scopes(graph),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.course import Course
 from autoshard_ilp.errors import PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.mesh import MeshSpec
@@ -59,6 +60,7 @@ class Plan:
         remat_policy, remat: rematerialisation policy, and the layers whose activations are recomputed under it.
         unknown: unknown primitives with their source lines, kept whole.
         notes: what the plan takes for granted, e.g. tied layers.
+        course: what runs when in the predicted step, and what fills the memory meanwhile.
         origin: how the command line finds the model again (spec, batch_size, sequence_length).
     """
 
@@ -81,6 +83,7 @@ class Plan:
     remat: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    course: Course = field(default_factory=Course)
     origin: Mapping[str, Any] = field(default_factory=dict)
     executable: Step | None = field(default=None, repr=False)
     trail: Trail | None = field(default=None, repr=False)

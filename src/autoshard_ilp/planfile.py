@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autoshard_ilp import course
 from autoshard_ilp.errors import PlanFileError
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.placement import Placement
@@ -92,6 +93,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "cost": dataclasses.asdict(plan.cost),
         "collectives": [dataclasses.asdict(x) for x in plan.collectives],
         "memory": dataclasses.asdict(plan.memory),
+        "course": course.to_dict(plan.course),
         "placement": dataclasses.asdict(plan.placement),
     }
 
@@ -132,6 +134,7 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         cost=Cost(**data["cost"]),
         collectives=tuple(PlannedCollective(**{**x, "mesh_axes": tuple(x["mesh_axes"])}) for x in data["collectives"]),
         memory=Memory(**memory),
+        course=course.from_dict(data["course"]) if data.get("course") else course.Course(),
         placement=Placement(
             choices,
             tuple(stored["of_op"]),

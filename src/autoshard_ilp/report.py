@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,7 +58,8 @@ class Cost:
 class Memory:
     """Predicted bytes per device at the peak of the step, and what they are.
 
-    ``peak_bytes`` compares with XLA's argument + output + temporary - aliased bytes. ``curve`` samples the whole step.
+    ``peak_bytes`` compares with XLA's argument + output + temporary - aliased bytes. The plan's ``course`` (see
+    :mod:`autoshard_ilp.course`) has the whole step.
     """
 
     peak_bytes: int
@@ -81,23 +82,30 @@ class Memory:
 
 def planned_collectives(table: CostTable, choices: Sequence[int]) -> list[PlannedCollective]:
     """Every collective the chosen strategies imply, dearest first."""
-    found: list[PlannedCollective] = []
+    found = [c for c, _ in collective_sites(table, choices) if c.bytes_per_device > 0]
+    return sorted(found, key=lambda c: -c.seconds * c.count)
+
+
+def collective_sites(
+    table: CostTable, choices: Sequence[int]
+) -> Iterator[tuple[PlannedCollective, tuple[tuple[int, bool], ...]]]:
+    """Every collective with the operations that run it: (op id, whether it runs before that operation or after)."""
     for index, cls in enumerate(table.classes):
         strategy = cls.strategies[choices[index]]
         if not strategy.resolutions:
             continue
         op = table.graph.ops[cls.members[0]]
         out = table.graph.tensors[op.outputs[0]]
+        after = tuple((m, False) for m in cls.members)
         for kind, axes, payload in resolution_payloads(strategy, out.shape, out.itemsize, table.axis_sizes):
-            found.append(_collective(table, kind, axes, payload, _name(table, out.id), op.id, cls.count))
+            yield _collective(table, kind, axes, payload, _name(table, out.id), op.id, cls.count), after
     for flow in table.flows:
+        before = tuple((op_id, True) for op_id, _ in flow.uses)
         for step in flow_steps(table, flow, choices):
             if step.kind != "slice":
                 op_id, operand = flow.uses[0]
-                tensor = table.graph.ops[op_id].inputs[operand]
-                name = _name(table, tensor)
-                found.append(_collective(table, step.kind, step.axes, step.payload_bytes, name, op_id, flow.count))
-    return sorted((c for c in found if c.bytes_per_device > 0), key=lambda c: -c.seconds * c.count)
+                name = _name(table, table.graph.ops[op_id].inputs[operand])
+                yield _collective(table, step.kind, step.axes, step.payload_bytes, name, op_id, flow.count), before
 
 
 def flow_steps(table: CostTable, flow: Flow, choices: Sequence[int]) -> list[reshard.Step]:
@@ -170,7 +178,7 @@ def peak_memory(built: Built, choices: Sequence[int] | np.ndarray, budget: int |
     parts: dict[str, int] = {}
     by_label: dict[str, int] = {}
     for i in alive:
-        held = _held_bytes(built, int(i), choices)
+        held = held_bytes(built, int(i), choices)
         if held:
             category = built.categories[i]
             parts[category] = parts.get(category, 0) + held
@@ -180,7 +188,8 @@ def peak_memory(built: Built, choices: Sequence[int] | np.ndarray, budget: int |
     return Memory(int(usage[when]), budget, **parts, contributors=top)
 
 
-def _held_bytes(built: Built, lifetime: int, choices: Sequence[int] | np.ndarray) -> int:
+def held_bytes(built: Built, lifetime: int, choices: Sequence[int] | np.ndarray) -> int:
+    """Bytes per device of one lifetime of ``built.program`` under the chosen strategies."""
     lt = built.program.lifetimes
     owner = int(lt.owner[lifetime])
     if lt.is_edge[lifetime]:

@@ -1,0 +1,277 @@
+"""The predicted course of one step: what runs when, and what fills the memory meanwhile.
+
+Read off the cost table under the chosen strategies, in the order that :mod:`autoshard_ilp.costs.memory` schedules:
+program order, parameter updates as soon as their operands are known. Compute and communication alternate, as the cost
+model adds them up; an overlap that a profile declares shortens the step, and is not drawn.
+
+A course is small: neighbouring operations of one layer and kind are one segment, and the memory is sampled. So a plan
+file holds it, and a loaded plan shows what the fresh one did.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from autoshard_ilp.costs.build import Built
+from autoshard_ilp.costs.table import CostTable
+from autoshard_ilp.report import collective_sites, held_bytes
+
+COMPUTE = "compute"
+MAX_SEGMENTS = 2000
+SAMPLES = 240
+"""Samples of the memory curve, evenly spread over the step's seconds."""
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive work of one layer and kind.
+
+    Attributes:
+        layer: layer of the model, without the name of the model itself; "" where an operation belongs to none.
+        phase: "forward", "backward" or "update".
+        kind: "compute", or the kind of collective.
+        axes: mesh axes of the collective, joined by "+"; "" for compute.
+        start_s, seconds: when, from the start of the step, and how long, all executions in a loop together.
+    """
+
+    layer: str
+    phase: str
+    kind: str
+    axes: str
+    start_s: float
+    seconds: float
+
+    @property
+    def end_s(self) -> float:
+        """Seconds from the start of the step."""
+        return self.start_s + self.seconds
+
+
+@dataclass(frozen=True)
+class Course:
+    """A step over its predicted time.
+
+    Attributes:
+        segments: in order, without gaps.
+        at_s: times of the samples of memory, ascending; sample i stands for the fullest instant from ``at_s[i]`` until
+            the next one.
+        held: bytes per device at every sample, by part (see :class:`~autoshard_ilp.report.Memory`).
+    """
+
+    segments: tuple[Segment, ...] = ()
+    at_s: tuple[float, ...] = ()
+    held: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """End of the last segment."""
+        return self.segments[-1].end_s if self.segments else 0.0
+
+    def total_bytes(self) -> tuple[int, ...]:
+        """Bytes per device at every sample, all parts together."""
+        return tuple(sum(column) for column in zip(*self.held.values(), strict=True))
+
+    def peak_index(self) -> int:
+        """The fullest sample; the first of several."""
+        total = self.total_bytes()
+        return max(range(len(total)), key=total.__getitem__) if total else 0
+
+    def by_layer(self) -> dict[str, dict[str, float]]:
+        """Seconds by layer and kind; layers whose names differ in numbers only are one, written with ``*``."""
+        named = repeated_names({s.layer for s in self.segments})
+        found: dict[str, dict[str, float]] = {}
+        for s in self.segments:
+            kinds = found.setdefault(named[s.layer], {})
+            kinds[s.kind] = kinds.get(s.kind, 0.0) + s.seconds
+        return found
+
+
+def repeated_names(layers: Iterable[str]) -> dict[str, str]:
+    """Layer -> its name with ``*`` for numbers, where several layers then share the name."""
+    layers = list(layers)
+    counts = Counter(_NUMBER.sub("*", x) for x in layers)
+    return {x: star if counts[star := _NUMBER.sub("*", x)] > 1 else x for x in layers}
+
+
+# -- from the cost table -----------------------------------------------------------------------------------------------
+
+
+def course_of(built: Built, table: CostTable, choices: Sequence[int]) -> Course:
+    """The course of a step under the chosen strategy per class."""
+    events = list(op_events(table, choices))
+    segments = _merged(events)
+    if len(segments) > MAX_SEGMENTS:
+        segments = _merged(_by_visit(segments))
+    at_s, held = _memory(built, table, choices, events)
+    return Course(tuple(segments), at_s, held)
+
+
+@dataclass(frozen=True)
+class OpEvent:
+    """One operation's compute, or one of its collectives: a :class:`Segment` with what runs.
+
+    ``name`` is the primitive or the tensor that is moved; ``n_bytes`` are sent per device, all executions together.
+    """
+
+    segment: Segment
+    op_id: int
+    name: str
+    n_bytes: float = 0.0
+
+
+def op_events(table: CostTable, choices: Sequence[int]) -> Iterator[OpEvent]:
+    """Every operation and collective of the step that takes time, one after the other."""
+    graph = table.graph
+    layer_of = layers_of((op.scope for op in graph.ops), (op.scope for op in graph.ops if op.phase == "forward"))
+    before: dict[int, list[tuple[Any, float]]] = defaultdict(list)
+    after: dict[int, list[tuple[Any, float]]] = defaultdict(list)
+    for collective, sites in collective_sites(table, choices):
+        for op_id, comes_first in sites:
+            (before if comes_first else after)[op_id].append((collective, collective.count / len(sites)))
+    counted = {m for c in table.classes for m in c.members}
+    now = 0.0
+    for op_id in np.argsort(table.buffers.time, kind="stable"):
+        op = graph.ops[op_id]
+        cls = int(table.class_of[op_id])
+        own = 0.0
+        if op_id in counted:
+            own = op.count * float(table.classes[cls].compute_seconds[choices[cls]])
+        layer = layer_of[op.scope]
+        parts = [*map(_part, before[op_id]), (COMPUTE, "", own, op.primitive, 0.0), *map(_part, after[op_id])]
+        for kind, axes, seconds, name, sent in parts:
+            if seconds > 0:
+                yield OpEvent(Segment(layer, op.phase, kind, axes, now, seconds), int(op_id), name, sent)
+                now += seconds
+
+
+def _part(collective_and_count: tuple[Any, float]) -> tuple[str, str, float, str, float]:
+    c, n = collective_and_count
+    return c.kind, "+".join(c.mesh_axes), c.seconds * n, c.tensor, c.bytes_per_device * n
+
+
+def layers_of(scopes: Iterable[str], forward: Iterable[str]) -> dict[str, str]:
+    """Scope of an operation -> the layer to name it by: the first part below the model itself.
+
+    A part that holds more than 60 % of the forward pass's operations, and has several parts below it, is a model (or
+    a backbone inside one), whose name says nothing.
+
+    Args:
+        scopes: of all operations.
+        forward: those of the forward pass, one per operation.
+    """
+    counted = Counter(tuple(x.split("/")) for x in forward if x)
+    models: list[tuple[str, ...]] = [()]
+    total = sum(counted.values())
+    while True:
+        top = models[-1]
+        inside = {s: n for s, n in counted.items() if s[: len(top)] == top and len(s) > len(top)}
+        heads: Counter[str] = Counter()
+        for s, n in inside.items():
+            heads[s[len(top)]] += n
+        if not heads:
+            break
+        name, n = heads.most_common(1)[0]
+        deeper = {s[len(top) + 1] for s in inside if s[len(top)] == name and len(s) > len(top) + 1}
+        if n <= 0.6 * total or len(deeper) < 2:
+            break
+        models.append((*top, name))
+    found = {"": ""}
+    for s in (tuple(x.split("/")) for x in {*scopes} - {""}):
+        depth = max(len(m) for m in models if s[: len(m)] == m)
+        found["/".join(s)] = s[depth] if len(s) > depth else s[-1]
+    return found
+
+
+def _merged(events: Iterable[Any]) -> list[Segment]:
+    """Neighbours of the same layer, phase, kind and axes as one; times follow on each other."""
+    found: list[Segment] = []
+    for event in events:
+        s = event if isinstance(event, Segment) else event.segment
+        last = found[-1] if found else None
+        if last and (last.layer, last.phase, last.kind, last.axes) == (s.layer, s.phase, s.kind, s.axes):
+            found[-1] = replace(last, seconds=last.seconds + s.seconds)
+        else:
+            found.append(replace(s, start_s=last.end_s if last else 0.0))
+    return found
+
+
+def _by_visit(segments: Sequence[Segment]) -> Iterator[Segment]:
+    """Every visit of a layer with its work sorted by kind: fewer segments, the order inside a layer lost."""
+    start = 0
+    for i in range(1, len(segments) + 1):
+        s = segments[start]
+        if i == len(segments) or (segments[i].layer, segments[i].phase) != (s.layer, s.phase):
+            yield from sorted(segments[start:i], key=lambda x: (x.kind != COMPUTE, x.kind, x.axes))
+            start = i
+
+
+def _memory(
+    built: Built, table: CostTable, choices: Sequence[int], events: Sequence[OpEvent]
+) -> tuple[tuple[float, ...], dict[str, tuple[int, ...]]]:
+    """Samples of the bytes held by part. Each is the fullest instant of its stretch, so the peak is among them."""
+    lt = built.program.lifetimes
+    if not len(lt.owner):
+        return (), {}
+    horizon = int(lt.end.max())
+    held: dict[str, np.ndarray] = {}
+    for i, category in enumerate(built.categories):
+        n = held_bytes(built, i, choices)
+        if n:
+            change = held.setdefault(category, np.zeros(horizon + 1, np.int64))
+            change[lt.start[i]] += n
+            change[lt.end[i]] -= n
+    if not held:
+        return (), {}
+    held = {name: np.cumsum(change)[:-1] for name, change in held.items()}
+    total = np.sum(list(held.values()), axis=0)
+    spent = np.zeros(horizon)
+    for e in events:
+        spent[min(int(table.buffers.time[e.op_id]), horizon - 1)] += e.segment.seconds
+    begins = np.concatenate([[0.0], np.cumsum(spent)[:-1]])
+    step_s = float(spent.sum())
+    bucket = np.minimum((begins / step_s * SAMPLES).astype(int), SAMPLES - 1) if step_s else np.zeros(horizon, int)
+    order = np.lexsort((np.arange(horizon), -total, bucket))
+    fullest = order[np.unique(bucket[order], return_index=True)[1]]
+    at_s = tuple(float(x) for x in np.unique(bucket) * (step_s / SAMPLES))
+    return at_s, {name: tuple(int(x) for x in values[fullest]) for name, values in held.items()}
+
+
+# -- as plain data -----------------------------------------------------------------------------------------------------
+
+
+def to_dict(course: Course) -> dict[str, Any]:
+    """A course as plain data: names once, segments as rows of numbers."""
+    names = sorted({x for s in course.segments for x in (s.layer, s.phase, s.kind, s.axes)})
+    index = {name: i for i, name in enumerate(names)}
+    rows = [[*(index[x] for x in (s.layer, s.phase, s.kind, s.axes)), s.seconds] for s in course.segments]
+    return {
+        "names": names,
+        "segments": rows,
+        "at_s": list(course.at_s),
+        "held": {k: list(v) for k, v in course.held.items()},
+    }
+
+
+def from_dict(data: Mapping[str, Any]) -> Course:
+    """A course from plain data; raises KeyError, TypeError, ValueError or IndexError on wrong fields."""
+    names = [str(x) for x in data["names"]]
+    segments: list[Segment] = []
+    now = 0.0
+    for layer, phase, kind, axes, seconds in data["segments"]:
+        if min(layer, phase, kind, axes) < 0:
+            raise ValueError("a segment refers to a name that does not exist")
+        segments.append(Segment(names[layer], names[phase], names[kind], names[axes], now, float(seconds)))
+        now = segments[-1].end_s
+    at_s = tuple(float(x) for x in data["at_s"])
+    held = {str(k): tuple(int(x) for x in v) for k, v in data["held"].items()}
+    if any(len(v) != len(at_s) for v in held.values()):
+        raise ValueError("as many samples of memory as times")
+    return Course(tuple(segments), at_s, held)
