@@ -111,15 +111,21 @@ def plan_traced(traced: Any, request: Request, progress: Progress, policies: Seq
     Raises:
         InfeasibleError: none of them fits.
     """
-    failures = []
+    failures: list[Failure] = []
     for policy in policies:
         with progress.stage("graph"):
             step = graph_of(traced, policy)
         found = attempt(step, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
         if not isinstance(found, Failure):
-            return found
+            return with_history(found, policies, failures)
         failures.append(found)
-    raise _infeasible(failures, request)
+    raise infeasible(failures, request)
+
+
+def with_history(plan: Plan, policies: Sequence[str], failures: Sequence[Failure]) -> Plan:
+    """The plan with what another question about it needs: policies to try, and those that did not fit."""
+    assert plan.trail is not None
+    return replace(plan, trail=replace(plan.trail, policies=tuple(policies), failures=tuple(failures)))
 
 
 def check_request(
@@ -190,6 +196,7 @@ class Failure:
 
     step: Step
     infos: Any
+    table: Any
     built: Any
     solution: Any
     pinned: Pinned
@@ -208,8 +215,8 @@ def attempt(
     with progress.stage("solve"):
         solution = solve(built.program, request.solver, on_progress=progress.tell)
     if solution.status == "infeasible" or solution.choices is None:
-        return Failure(step, infos, built, solution, pinned)
-    return _assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
+        return Failure(step, infos, table, built, solution, pinned)
+    return assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
 
 
 def build(step: Step, infos: Any, table: Any, request: Request) -> Any:
@@ -224,7 +231,7 @@ def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **op
     """:func:`attempt`; raises InfeasibleError when nothing fits."""
     found = attempt(step, infos, request, progress, **options)
     if isinstance(found, Failure):
-        raise _infeasible([found], request)
+        raise infeasible([found], request)
     return found
 
 
@@ -261,7 +268,7 @@ def price(graph: Any, request: Request) -> tuple[Any, Pinned]:
     return table, pinned
 
 
-def _infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleError:
+def infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleError:
     """The error of a step that fits under no rematerialisation policy; the smallest budget is that of the best one."""
     from autoshard_ilp.program import minimum_capacity
     from autoshard_ilp.report import peak_memory
@@ -313,7 +320,7 @@ def _pins_at_fault(failures: Sequence[Failure], request: Request, pins: list[str
     return []
 
 
-def _assemble(
+def assemble(
     step: Step,
     infos: Any,
     request: Request,
@@ -325,6 +332,7 @@ def _assemble(
     batch_size: int,
     origin: dict[str, Any],
 ) -> Plan:
+    """The plan of a solution: layouts, cost, memory, proof."""
     from autoshard_ilp.course import course_of
     from autoshard_ilp.placement import place
     from autoshard_ilp.remat import recomputed_scopes
@@ -360,12 +368,26 @@ def _assemble(
         unknown=table.unknown,
         notes=notes,
         course=course_of(built, table, choices),
-        origin=origin,
+        origin={**_recipe(request), **origin},
         remat_policy=step.remat,
         remat=recomputed_scopes(graph),
         executable=step,
-        trail=Trail(getattr(infos, "closed_jaxpr", None), graph, table, built.program, built, solution),
+        trail=Trail(
+            getattr(infos, "closed_jaxpr", None), graph, table, built.program, built, solution, infos, request, request
+        ),
     )
+
+
+def _recipe(request: Request) -> dict[str, Any]:
+    """The options that a plan file keeps, so that questions about a loaded plan mean the same problem."""
+    hardware = request.profile.name + (f":{request.physical_shape}" if request.physical_shape else "")
+    pins = {
+        text: [spec]
+        if spec is None or isinstance(spec, str)
+        else [list(e) if isinstance(e, tuple) else e for e in spec]
+        for text, spec in (request.pins or {}).items()
+    }
+    return {"hardware": hardware, "pins": pins} if pins else {"hardware": hardware}
 
 
 def load(path: Any, model: Any = None, **inputs: Any) -> Plan:

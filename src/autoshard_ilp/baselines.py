@@ -126,7 +126,8 @@ def plan_baseline(traced: Any, request: Any, name: str, progress: Any, policies:
             contributors=error.contributors,
             conflicts=error.conflicts,
         ) from error
-    return replace(plan, notes=(f"Restricted to the baseline {name!r}.", *restriction.notes, *plan.notes))
+    notes = (f"Restricted to the baseline {name!r}.", *restriction.notes, *plan.notes)
+    return replace(plan, notes=notes, origin={**plan.origin, "baseline": name})
 
 
 def check_name(name: str) -> None:

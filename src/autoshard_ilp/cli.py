@@ -212,7 +212,7 @@ def plan(
 def _with_origin(found: Any, origin: Mapping[str, Any]) -> Any:
     from dataclasses import replace
 
-    return replace(found, origin=dict(origin))
+    return replace(found, origin={**found.origin, **origin})
 
 
 def _check_writable(output: Path | None) -> None:

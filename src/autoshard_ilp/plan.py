@@ -33,7 +33,15 @@ class Leaf:
 @dataclass(frozen=True, eq=False)
 class Trail:
     """Every intermediate on the way to a plan, for notebooks: ``jaxpr``, ``graph``, ``costs``, ``program``, ``built``,
-    ``solution``."""
+    ``solution``; and what another question about the plan needs.
+
+    Attributes:
+        infos: the trace, with ``arguments`` and ``results``.
+        request: checked options (:class:`autoshard_ilp.api.Request`).
+        priced: the options under which ``costs`` was built; ``program`` may forbid more.
+        policies: rematerialisation policies that were allowed, in order.
+        failures: those tried in vain (:class:`autoshard_ilp.api.Failure`).
+    """
 
     jaxpr: Any
     graph: Graph
@@ -41,6 +49,11 @@ class Trail:
     program: Any
     built: Any
     solution: Any
+    infos: Any = None
+    request: Any = None
+    priced: Any = None
+    policies: tuple[str, ...] = ()
+    failures: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,6 +301,29 @@ class Plan:
         from autoshard_ilp.planfile import save
 
         save(self, path)
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def what_if(self, **changes: Any) -> Plan:
+        """The plan under other pins, memory budget, objective, mesh or hardware, without tracing again; see
+        :func:`autoshard_ilp.explore.whatif.what_if`."""
+        from autoshard_ilp.explore.whatif import what_if
+
+        return what_if(self, **changes)
+
+    def explain(self, path: str, **options: Any) -> Any:
+        """Why a tensor lies as it does: every other layout with the cost of the best plan that uses it; see
+        :func:`autoshard_ilp.explore.explain.explain`."""
+        from autoshard_ilp.explore.explain import explain
+
+        return explain(self, path, **options)
+
+    def compare(self, other: Plan, **options: Any) -> Any:
+        """Which tensors lie differently in another plan, and what each difference costs; see
+        :func:`autoshard_ilp.explore.compare.compare`."""
+        from autoshard_ilp.explore.compare import compare
+
+        return compare(self, other, **options)
 
     # -- looking -----------------------------------------------------------------------------------------------------
 

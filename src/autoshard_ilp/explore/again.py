@@ -1,0 +1,282 @@
+"""Solve a plan's problem again under other options, without tracing again and with as much of its table as holds.
+
+Pins and budgets only narrow or widen what the integer program allows, so most questions are the same program with some
+strategies forbidden (cost ``inf``) or another capacity. What was proved before is used again:
+
+    narrower problem (fewer layouts, less memory):  the old lower bound holds, and the old optimum stays the optimum
+                                                    as long as it is still allowed
+    wider problem:                                  the old plan is a start
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from autoshard_ilp.api import Failure
+from autoshard_ilp.errors import InputShapeError, UnsupportedModelError
+from autoshard_ilp.pins import path_shapes, resolve_pins
+from autoshard_ilp.sharding import Layout
+
+Allowed = Mapping[str, frozenset[Layout]]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One step priced for one mesh, and the program that the options make of it.
+
+    Attributes:
+        step: the graph, with its rematerialisation policy.
+        infos: the trace (``arguments`` and ``results``).
+        table, built: cost table and the program built from it, under the options ``priced``.
+        request, priced: the options of the question, and those that ``table`` was built under.
+        program: ``built.program`` with what ``request`` forbids, its objective and its capacity.
+    """
+
+    step: Any
+    infos: Any
+    table: Any
+    built: Any
+    request: Any
+    priced: Any
+    program: Any
+
+    @cached_property
+    def allowed(self) -> Allowed:
+        """Layouts that pins and baselines leave, per path; absent paths are free."""
+        return allowed_layouts(self.request, path_shapes(self.step.graph))
+
+
+def problem_of(plan: Any) -> Problem:
+    """The problem that a plan solves.
+
+    Raises:
+        UnsupportedModelError: the plan came from a file and is not bound to its model.
+    """
+    if plan.executable is None:
+        raise UnsupportedModelError(
+            "Questions about a plan need the step that it was made for. Received: a plan loaded from a file without "
+            'its model. Load it with autoshard.load("plan.json", model=model_or_builder), or call plan.bind(...).'
+        )
+    t = plan.trail
+    return Problem(plan.executable, t.infos, t.costs, t.built, t.request, t.priced, t.program)
+
+
+def allowed_layouts(request: Any, shapes: Mapping[str, tuple[int, ...]]) -> Allowed:
+    """Layouts that pins and baselines leave, per path; absent paths are free."""
+    pinned = resolve_pins(request.pins, shapes, request.mesh.axis_names, request.mesh.axis_sizes)
+    restricted = request.restriction(shapes) if request.restriction is not None else {}
+    return {**restricted, **pinned.allowed}
+
+
+def narrower(a: Allowed, b: Allowed) -> bool:
+    """Whether everything that ``a`` allows, ``b`` allows too."""
+    return all(path in a and a[path] <= layouts for path, layouts in b.items())
+
+
+def reprice(step: Any, infos: Any, request: Any, progress: Any) -> Problem:
+    """Prices a step from scratch (rules and trace are kept)."""
+    from autoshard_ilp import api
+
+    with progress.stage("strategies"):
+        table, _ = api.price(step.graph, request)
+    with progress.stage("costs"):
+        built = api.build(step, infos, table, request)
+    return Problem(step, infos, table, built, request, request, built.program)
+
+
+def adapted(problem: Problem, request: Any, progress: Any) -> Problem:
+    """The same step under other options, from the same cost table where that still holds."""
+    old = problem.priced
+    same_prices = (old.mesh, old.profile, old.physical_shape) == (request.mesh, request.profile, request.physical_shape)
+    folded = old.solver.fold_layers == request.solver.fold_layers
+    if not (same_prices and folded):
+        return reprice(problem.step, problem.infos, request, progress)
+    shapes = path_shapes(problem.step.graph)
+    wanted = allowed_layouts(request, shapes)
+    if not narrower(wanted, allowed_layouts(old, shapes)):
+        return reprice(problem.step, problem.infos, request, progress)
+    with progress.stage("costs"):
+        masks = class_masks(problem.table, wanted)
+        if masks is None:  # some of the tensors that share a decision are pinned, others are not
+            return reprice(problem.step, problem.infos, request, progress)
+        program = masked(weighted(problem, request.objective), masks, request.capacity)
+    return replace(problem, request=request, program=program)
+
+
+def class_masks(table: Any, allowed: Allowed) -> dict[int, np.ndarray] | None:
+    """Strategies that are allowed, per class (bool); None when the tensors of one class are treated differently."""
+    graph = table.graph
+    by_class: dict[int, set[frozenset[Layout] | None]] = {}
+    for op_id in (*graph.arguments, *graph.results):
+        by_class.setdefault(int(table.class_of[op_id]), set()).add(allowed.get(graph.ops[op_id].path))
+    masks = {}
+    for index, found in by_class.items():
+        if len(found) > 1:
+            return None
+        layouts = found.pop()
+        if layouts is not None:
+            masks[index] = np.array([layout in layouts for layout in boundary_layouts(table, index)])
+    return masks
+
+
+def boundary_layouts(table: Any, index: int) -> list[Layout]:
+    """Layout of the argument or result that a class decides, per strategy."""
+    return [s.results[0] if s.results else s.operands[0] for s in table.classes[index].strategies]
+
+
+def masked(program: Any, masks: Mapping[int, np.ndarray], capacity: int | None) -> Any:
+    """The program with strategies forbidden and another capacity."""
+    nodes = list(program.nodes)
+    for index, mask in masks.items():
+        nodes[index] = replace(nodes[index], costs=np.where(mask, nodes[index].costs, np.inf))
+    return replace(program, nodes=tuple(nodes), capacity=capacity)
+
+
+def weighted(problem: Problem, objective: str) -> Any:
+    """The built program under another objective: only the weight of compute differs."""
+    from autoshard_ilp.costs.build import TIE_BREAK
+
+    weights = {"step_time": 1.0, "communication": TIE_BREAK}
+    before, after = weights[problem.priced.objective], weights[objective]
+    program = problem.built.program
+    if before == after:
+        return program
+    nodes = tuple(
+        replace(n, costs=n.costs + (after - before) * c.count * c.compute_seconds)
+        for n, c in zip(program.nodes, problem.table.classes, strict=True)
+    )
+    return replace(program, nodes=nodes)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What holds for a problem before it is solved.
+
+    Attributes:
+        plans: assignments (one strategy per class) to start from; what is not allowed is left out.
+        lower_bound: seconds, valid.
+        slack: seconds by which a plan may exceed the bound and still count as proved (rounding of integer costs).
+        with_rows: memory rows that the bound took for granted.
+    """
+
+    plans: tuple[Any, ...] = ()
+    lower_bound: float = -math.inf
+    slack: float = 0.0
+    with_rows: int = 0
+
+
+def known_from(solution: Any, old: Problem, new: Problem) -> Known:
+    """What the solution of one problem says about another with the same table."""
+    if solution is None or solution.choices is None:
+        return Known()
+    rounding = float(solution.report.get("rounding_error_seconds", 0.0))
+    unlimited = not solution.report.get("rows")  # proved without looking at memory: holds for any capacity
+    holds = narrower(new.allowed, old.allowed) and new.request.objective == old.request.objective
+    holds = holds and (unlimited or new.request.capacity <= old.request.capacity)
+    rows = int(solution.report.get("rows", 0))
+    return Known((solution.choices,), solution.lower_bound if holds else -math.inf, rounding, rows)
+
+
+def solved(problem: Problem, progress: Any, known: Known | None = None) -> Any:
+    """Solves a problem from what is known; ``progress`` is an :class:`autoshard_ilp.progress.Progress`."""
+    from autoshard_ilp.program import solve
+    from autoshard_ilp.program.search import PROOF
+
+    known = known or Known()
+    program = problem.program
+    hint = best_known(program, known.plans)
+
+    def proved(cost: float) -> bool:
+        return cost - known.lower_bound <= PROOF * abs(cost) + known.slack
+
+    if hint is not None and proved(program.cost(hint)):
+        return _proved(program, hint, known)
+    with progress.stage("solve"):
+        solution = solve(program, problem.request.solver, hint=hint, on_progress=progress.tell)
+    if solution.choices is None or solution.lower_bound >= known.lower_bound:
+        return solution
+    status = "optimal" if proved(solution.objective) else solution.status
+    report = {**solution.report, "rows": max(known.with_rows, solution.report.get("rows", 0))}
+    return replace(solution, lower_bound=min(known.lower_bound, solution.objective), status=status, report=report)
+
+
+def best_known(program: Any, known: Sequence[Any]) -> np.ndarray | None:
+    """The cheapest of some assignments that the program allows, memory included; None when there is none."""
+    sizes = [len(n.costs) for n in program.nodes]
+    found: list[tuple[float, int, np.ndarray]] = []
+    for position, choices in enumerate(known):
+        x = np.asarray(choices, np.int64)
+        if x.shape != (len(sizes),) or np.any(x >= np.array(sizes)):
+            continue
+        cost = program.cost(x)
+        if math.isfinite(cost) and (program.capacity is None or program.peak(x) <= program.capacity):
+            found.append((cost, position, x))
+    return min(found)[2] if found else None
+
+
+def _proved(program: Any, choices: np.ndarray, known: Known) -> Any:
+    from autoshard_ilp.program.model import Solution
+
+    cost = program.cost(choices)
+    report = {"reused": "a proved plan that is allowed here too", "rounding_error_seconds": known.slack}
+    if known.with_rows:
+        report["rows"] = known.with_rows
+    return Solution("optimal", choices, cost, min(known.lower_bound, cost), program.peak(choices), 0.0, report)
+
+
+def plan_of(problem: Problem, solution: Any, progress: Any, like: Any) -> Any:
+    """The plan of a solution; mode, batch size and origin are those of the plan ``like``."""
+    from autoshard_ilp import api
+
+    kept = {k: v for k, v in like.origin.items() if k not in ("hardware", "pins")}
+    plan = api.assemble(
+        problem.step,
+        problem.infos,
+        problem.request,
+        progress,
+        problem.table,
+        problem.built,
+        solution,
+        like.mode,
+        like.batch_size,
+        kept,
+    )
+    assert plan.trail is not None
+    trail = replace(plan.trail, program=problem.program, priced=problem.priced)
+    own = tuple(n for n in like.notes if n.startswith(("Restricted to", "Donated", "No argument"))) + plan.notes
+    return replace(plan, trail=trail, notes=tuple(dict.fromkeys(own)))
+
+
+@dataclass(frozen=True, eq=False)
+class FailedProblem(Failure):
+    """A failure that remembers its problem, for the next question."""
+
+    problem: Problem
+
+
+def failure_of(problem: Problem, solution: Any) -> FailedProblem:
+    """A problem without a solution, as :func:`autoshard_ilp.api.infeasible` explains it."""
+    from autoshard_ilp.costs.build import Built
+
+    request = problem.request
+    shapes = path_shapes(problem.step.graph)
+    pinned = resolve_pins(request.pins, shapes, request.mesh.axis_names, request.mesh.axis_sizes)
+    built = Built(problem.program, problem.built.categories, problem.built.labels)
+    return FailedProblem(problem.step, problem.infos, problem.table, built, solution, pinned, problem)
+
+
+def need_paths(text: str, paths: Sequence[str]) -> InputShapeError:
+    """The error for a path that names nothing."""
+    import difflib
+
+    near = difflib.get_close_matches(text, paths, n=3, cutoff=0.4) or sorted(paths)[:3]
+    return InputShapeError(
+        f"A path is that of a variable, an input or an output, or a regular expression that finds some. Received: "
+        f"{text!r}, which finds none of {len(paths)}. Did you mean {', '.join(near)}? plan.specs lists all of them."
+    )

@@ -1,0 +1,94 @@
+"""Questions about a plan that came from a file: its step is priced again, its layouts become a solution again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from autoshard_ilp.errors import PlanMismatchError, ProfileError
+from autoshard_ilp.explore.again import Known, problem_of, reprice, solved
+from autoshard_ilp.plan import Plan, Trail
+from autoshard_ilp.progress import Progress
+
+
+def priced_again(plan: Plan, progress: Any = None) -> Plan:
+    """A bound plan with the trail that :func:`autoshard_ilp.optimize` would have given it.
+
+    Args:
+        plan: loaded from a file and bound to its model.
+        progress: as for ``optimize``.
+
+    Raises:
+        UnsupportedModelError: the plan is not bound to its model.
+        ProfileError: the hardware profile that it names is not one of the packaged ones.
+    """
+    if plan.executable is None:
+        problem_of(plan)  # raises
+    request = _request(plan)
+    infos = plan.executable.traced or _Infos(plan)  # type: ignore[union-attr]
+    with Progress(progress).running() as shown:
+        problem = reprice(plan.executable, infos, request, shown)
+        choices = _choices(problem, plan)
+        known = Known() if choices is None else Known((choices,), _bound(problem, choices, plan))
+        solution = solved(problem, shown, known)
+    trail = Trail(
+        getattr(infos, "closed_jaxpr", None), problem.step.graph, problem.table, problem.program, problem.built,
+        solution, infos, request, request, (plan.remat_policy,),
+    )  # fmt: skip
+    return replace(plan, trail=trail)
+
+
+class _Infos:
+    """Arguments and results of a plain function's plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.arguments, self.results = plan.arguments, plan.results
+
+
+def _request(plan: Plan) -> Any:
+    from autoshard_ilp import api
+    from autoshard_ilp.baselines import BASELINES
+    from autoshard_ilp.costs.profile import load_profile
+
+    hardware = str(plan.origin.get("hardware") or plan.hardware)
+    name = hardware.partition(":")[0]
+    try:
+        load_profile(name)
+    except ProfileError as error:
+        raise ProfileError(
+            f"A question about a loaded plan prices its step again. Received: a plan for the hardware {hardware!r}, "
+            "which is no packaged profile. Plan again with hardware= your profile, and ask that plan."
+        ) from error
+    pins = {text: tuple(tuple(e) if isinstance(e, list) else e for e in spec) for text, spec in _pins(plan).items()}
+    request = api.check_request(plan.mesh, plan.memory.budget_bytes, hardware, pins or None, plan.objective, None)
+    baseline = str(plan.origin.get("baseline"))
+    if baseline in BASELINES and plan.executable is not None:
+        request = replace(request, restriction=BASELINES[baseline](plan.executable.traced, request.mesh).of_paths)
+    return request
+
+
+def _pins(plan: Plan) -> dict[str, Any]:
+    found = plan.origin.get("pins") or {}
+    if not isinstance(found, dict):
+        raise PlanMismatchError(f"A plan's pins are a table. Received: {found!r}. Save the plan again.")
+    return found
+
+
+def _choices(problem: Any, plan: Plan) -> np.ndarray | None:
+    """The strategy of every class that the plan's layouts stand for; None where the cost model has changed."""
+    chosen = []
+    for cls in problem.table.classes:
+        wanted = plan.placement.of(cls.members[0])
+        layouts = [(s.operands, s.results) for s in cls.strategies]
+        if wanted not in layouts:
+            return None
+        chosen.append(layouts.index(wanted))
+    return np.array(chosen, np.int64)
+
+
+def _bound(problem: Any, choices: np.ndarray, plan: Plan) -> float:
+    """The plan's own bound, where its cost is still what it was."""
+    same = abs(problem.program.cost(choices) - plan.cost.total_s) <= 1e-6 * plan.cost.total_s
+    return plan.lower_bound if same and plan.objective == "step_time" else -np.inf

@@ -1,0 +1,165 @@
+"""``plan.what_if``: the same step under other options, without tracing it again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoshard_ilp.explore.again import (
+    FailedProblem,
+    Known,
+    Problem,
+    adapted,
+    failure_of,
+    known_from,
+    narrower,
+    plan_of,
+    problem_of,
+    reprice,
+    solved,
+)
+from autoshard_ilp.plan import Plan
+from autoshard_ilp.progress import Progress
+
+
+def what_if(
+    plan: Plan,
+    *,
+    pins: Mapping[str, Any] | None = None,
+    memory_budget: str | int | None = None,
+    objective: str | None = None,
+    mesh: Any = None,
+    hardware: Any = None,
+    remat: str | None = None,
+    solver: Any = None,
+    progress: Any = None,
+) -> Plan:
+    """What the plan would be if some options were different. The model is not traced again.
+
+    Every argument that is given *replaces* that option of the plan; the others stay as they were. The answer is that
+    of :func:`autoshard_ilp.optimize` with these options. Other pins, budgets and objectives use the plan's cost table
+    again, and its proof where the question is a narrower one; another mesh or other hardware prices the step anew.
+
+    Args:
+        plan: made by this process, or bound to its model.
+        pins: ``{regex on a path: PartitionSpec or tuple}`` instead of the plan's own; ``{}`` frees everything.
+        memory_budget: per device, "16GB", "16GiB" or bytes.
+        objective: "step_time" or "communication".
+        mesh, hardware: as for ``optimize``; a new hardware comes with its own usable memory as the budget, unless
+            ``memory_budget`` is given.
+        remat: rematerialisation policy, or "auto".
+        solver: an :class:`autoshard_ilp.SolverOptions`.
+        progress: as for ``optimize``.
+
+    Returns:
+        The plan under the new options. It can be asked again.
+
+    Raises:
+        InputShapeError, ProfileError: options that make no sense.
+        UnsupportedModelError: the plan came from a file and is not bound to its model.
+        InfeasibleError: no plan fits; carries the smallest budget that does, and the pins at fault.
+    """
+    from autoshard_ilp import api
+
+    plan = with_trail(plan)
+    old = problem_of(plan).request
+    request = changed_request(old, pins, memory_budget, objective, mesh, hardware, solver)
+    policies = plan.trail.policies if remat is None else api.remat_policies(remat, plan.mode)  # type: ignore[union-attr]
+    with Progress(progress).running() as shown:
+        return planned(plan, request, policies or (plan.remat_policy,), shown)
+
+
+def with_trail(plan: Plan) -> Plan:
+    """The plan with its trail, priced again where it came from a file."""
+    if plan.trail is not None and plan.trail.request is not None:
+        return plan
+    from autoshard_ilp.explore.loaded import priced_again
+
+    return priced_again(plan)
+
+
+def changed_request(
+    old: Any, pins: Any, memory_budget: Any, objective: str | None, mesh: Any, hardware: Any, solver: Any
+) -> Any:
+    """The options of a question, checked; None keeps the old one."""
+    from autoshard_ilp import api
+
+    where = old.mesh if mesh is None else mesh
+    chip: Any = old.profile if hardware is None else hardware
+    budget = memory_budget if memory_budget is not None else (old.capacity if hardware is None else None)
+    named = old.pins if pins is None else pins
+    request = api.check_request(where, budget, chip, named, objective or old.objective, solver or old.solver)
+    if mesh is None and hardware is None:
+        request = replace(request, physical_shape=old.physical_shape, mesh=old.mesh, profile=old.profile)
+    return replace(request, restriction=old.restriction, solver=replace(request.solver, strict=old.solver.strict))
+
+
+@dataclass(frozen=True, eq=False)
+class _Attempt:
+    """What is known of one rematerialisation policy: a problem and its solution."""
+
+    problem: Problem
+    solution: Any
+
+
+def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress) -> Plan:
+    """The plan under new options: the first rematerialisation policy that fits."""
+    from autoshard_ilp import api
+
+    known = _attempts(plan)
+    failures: list[FailedProblem] = []
+    for policy in policies:
+        found = _again(plan, known.get(policy), policy, request, progress)
+        if isinstance(found, Plan):
+            return api.with_history(found, policies, failures)
+        failures.append(found)
+    raise api.infeasible(failures, request)
+
+
+def _attempts(plan: Plan) -> dict[str, _Attempt]:
+    """Problems of this step that are priced already, by rematerialisation policy."""
+    trail = plan.trail
+    assert trail is not None
+    found = {plan.remat_policy: _Attempt(problem_of(plan), trail.solution)}
+    for f in trail.failures:
+        own = f.problem if isinstance(f, FailedProblem) else None
+        first = Problem(f.step, f.infos, f.table, f.built, trail.request, trail.request, f.built.program)
+        found[f.step.remat] = _Attempt(own or first, f.solution)
+    return found
+
+
+def _again(plan: Plan, known: _Attempt | None, policy: str, request: Any, progress: Progress) -> Any:
+    """The plan under one policy, or the failure."""
+    from autoshard_ilp.step import graph_of
+
+    facts = Known()
+    if known is None:
+        traced = plan.executable.traced  # type: ignore[union-attr]
+        with progress.stage("graph"):
+            step = graph_of(traced, policy)
+        problem = reprice(step, traced, request, progress)
+    else:
+        problem = adapted(known.problem, request, progress)
+        if problem.table is known.problem.table:
+            if (failed := _still_infeasible(problem, known)) is not None:
+                return failure_of(problem, failed)
+            facts = known_from(known.solution, known.problem, problem)
+    solution = solved(problem, progress, facts)
+    if solution.status == "infeasible" or solution.choices is None:
+        return failure_of(problem, solution)
+    return plan_of(problem, solution, progress, plan)
+
+
+def _still_infeasible(problem: Problem, known: _Attempt) -> Any:
+    """The old proof that nothing fits, where it holds for this problem as well; else None."""
+    from autoshard_ilp.program.model import Solution
+
+    if known.solution.status != "infeasible" or not narrower(problem.allowed, known.problem.allowed):
+        return None
+    least = known.solution.report.get("minimum_capacity_bound", 0)
+    if problem.request.capacity > max(known.problem.request.capacity, least - 1):
+        return None
+    report = {"minimum_capacity_bound": least}
+    return Solution("infeasible", None, math.inf, math.inf, 0, 0.0, report)
