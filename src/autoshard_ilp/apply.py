@@ -13,6 +13,7 @@ the barrier's result keeps it sharded: else propagation would move the gather in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,7 +64,7 @@ def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 
 def planned_function(
-    graph: Graph, decisions: Decisions, mesh: Mesh | AbstractMesh, axis_names: Sequence[str]
+    graph: Graph, decisions: Decisions, mesh: Mesh | AbstractMesh, axis_names: Sequence[str], *, marked: bool = False
 ) -> Callable[..., list[Any]]:
     """The step as a function of its flat arguments, to be called under ``jax.jit``.
 
@@ -72,6 +73,8 @@ def planned_function(
         decisions: layouts to enforce.
         mesh: where the constraints refer to; axes of another type than Auto are taken as Auto.
         axis_names: the mesh axis behind each entry of a layout.
+        marked: add the number of every operation to its name scope (:func:`mark`), so that a compiled program tells
+            which operation an instruction comes from; nothing else changes.
 
     Returns:
         ``f(*arguments) -> list of results``, in the order of the graph's arguments and results.
@@ -84,7 +87,7 @@ def planned_function(
     missing = [name for name in axis_names if name not in mesh.axis_names]
     if missing:
         raise InputShapeError(f"Layouts refer to mesh axes {missing}, but the mesh has axes {tuple(mesh.axis_names)}.")
-    plan = _Plan(graph, decisions, mesh, tuple(axis_names))
+    plan = _Plan(graph, decisions, mesh, tuple(axis_names), marked)
 
     def step(*arguments: Any) -> list[Any]:
         if len(arguments) != len(graph.arguments):
@@ -96,16 +99,40 @@ def planned_function(
     return step
 
 
+def mark(op_id: int) -> str:
+    """The name scope of an operation in a marked program; :func:`marked_operation` reads it back."""
+    return f"op.{op_id}"
+
+
+_MARK = re.compile(r"(?:^|/)op\.(\d+)(?=/|$)")
+
+
+def marked_operation(op_name: str) -> int | None:
+    """The operation that an instruction of a marked program comes from, by its ``op_name``; None where none is told."""
+    found = _MARK.findall(op_name)
+    return int(found[-1]) if found else None
+
+
 class _Plan:
     """What does not change between two traces of one planned function."""
 
     def __init__(
-        self, graph: Graph, decisions: Decisions, mesh: Mesh | AbstractMesh, axis_names: tuple[str, ...]
+        self,
+        graph: Graph,
+        decisions: Decisions,
+        mesh: Mesh | AbstractMesh,
+        axis_names: tuple[str, ...],
+        marked: bool = False,
     ) -> None:
         self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
+        self.marked = marked
         self.schedule = graph.schedule()
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
         self._latest: dict[int, int] | None = None
+
+    def stack(self, op: Op) -> Any:
+        """The name stack under which ``op`` runs."""
+        return op.name_stack.extend(mark(op.id)) if self.marked and op.name_stack is not None else op.name_stack
 
     def layout(self, tensor: int) -> Layout | None:
         """The decided layout of a tensor where it is produced."""
@@ -229,10 +256,10 @@ class _Run:
         elif op.primitive == "constant":
             self.write(frame, op, 0, jnp.asarray(op.params["value"]))
         elif op.primitive == "hub":
-            with compat.under_name_stack(op.name_stack):
+            with compat.under_name_stack(self.plan.stack(op)):
                 self.hub(op, frame)
         elif op.primitive == "recompute":
-            with compat.under_name_stack(op.name_stack):
+            with compat.under_name_stack(self.plan.stack(op)):
                 self.write(frame, op, 0, self.tied(op, frame))
         elif op.primitive == "loop_invariant":
             self.write(frame, op, 0, self.read(frame, op, 0))
@@ -241,7 +268,7 @@ class _Run:
         # What is left is done by the loop or branch that owns it, or is a result.
 
     def equation(self, op: Op, frame: _Frame) -> None:
-        with compat.under_name_stack(op.name_stack):
+        with compat.under_name_stack(self.plan.stack(op)):
             args = [self.read(frame, op, i) for i in range(len(op.inputs))]
             if op.primitive == "conv_general_dilated":
                 args = self.whole_windows(op, args)
@@ -251,7 +278,7 @@ class _Run:
             outs = args  # the plan replaces constraints written for another mesh
         else:
             outs = self.bind(op, args)
-        with compat.under_name_stack(op.name_stack):
+        with compat.under_name_stack(self.plan.stack(op)):
             for j, out in enumerate(outs):
                 self.write(frame, op, j, out)
 
@@ -261,9 +288,9 @@ class _Run:
         if runs_locally(view):
             rule, axes_of = rule_for(view), self.axes_of(op, view)
             if axes_of:
-                with compat.like_equation(op.eqn, op.name_stack):
+                with compat.like_equation(op.eqn, self.plan.stack(op)):
                     return run_locally(op.eqn.primitive.bind, view, rule, args, self.plan.mesh, axes_of)
-        return compat.bind_equation(op.eqn, args, op.name_stack)
+        return compat.bind_equation(op.eqn, args, self.plan.stack(op))
 
     def axes_of(self, op: Op, view: OpView) -> dict[str, tuple[str, ...]] | None:
         """Mesh axes of every factor that the decided layouts shard; None where some operand has no decided layout."""

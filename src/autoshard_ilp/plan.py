@@ -161,13 +161,14 @@ class Plan:
         decided layouts as interior constraints. Call it under ``jax.jit``, or use :meth:`jit`."""
         return self._function(self._mesh())
 
-    def _function(self, mesh: Any) -> Any:
+    def _function(self, mesh: Any, marked: bool = False) -> Any:
         import jax
 
         from autoshard_ilp.apply import planned_function
 
         step = self._step()
-        run = planned_function(step.graph, decisions(step.graph, self.placement), mesh, self.mesh.axis_names)
+        decided = decisions(step.graph, self.placement)
+        run = planned_function(step.graph, decided, mesh, self.mesh.axis_names, marked=marked)
         expected = jax.tree.structure(step.args)
 
         def planned_step(*args: Any) -> Any:
@@ -189,12 +190,13 @@ class Plan:
 
         return planned_step
 
-    def jit(self, mesh: Any = None) -> Any:
+    def jit(self, mesh: Any = None, *, marked: bool = False) -> Any:
         """``jax.jit`` of :attr:`step` with shardings and donation.
 
         Args:
             mesh: a ``jax.sharding.Mesh`` of the planned axes, for example of compile-only devices; None: the mesh's
                 own devices.
+            marked: name scopes also number the operations, for :func:`autoshard_ilp.verify.verify`.
 
         Raises:
             PlanMismatchError: the mesh has other axes, or there are too few devices.
@@ -203,7 +205,8 @@ class Plan:
 
         on = self._mesh(mesh)
         ins, outs = self._shardings(on)
-        return jax.jit(self._function(on), in_shardings=ins, out_shardings=outs, donate_argnums=self._step().donated)
+        run = self._function(on, marked)
+        return jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=self._step().donated)
 
     def abstract_args(self, mesh: Any = None) -> tuple[Any, ...]:
         """The step's arguments as ``jax.ShapeDtypeStruct`` with shardings, for ``plan.jit().lower(...)``."""

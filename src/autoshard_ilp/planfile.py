@@ -132,7 +132,7 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         arguments=tuple(leaf(x) for x in data["arguments"]),
         results=tuple(leaf(x) for x in data["results"]),
         cost=Cost(**data["cost"]),
-        collectives=tuple(PlannedCollective(**{**x, "mesh_axes": tuple(x["mesh_axes"])}) for x in data["collectives"]),
+        collectives=tuple(_collective(x) for x in data["collectives"]),
         memory=Memory(**memory),
         course=course.from_dict(data["course"]) if data.get("course") else course.Course(),
         placement=Placement(
@@ -142,3 +142,8 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
             tuple((int(op), int(i), tuple(layout(lay) for lay in between)) for op, i, between in stored["via"]),
         ),
     )
+
+
+def _collective(fields: Mapping[str, Any]) -> PlannedCollective:
+    named = {name: tuple(fields[name]) for name in ("mesh_axes", "op_ids") if name in fields}
+    return PlannedCollective(**{**fields, **named})

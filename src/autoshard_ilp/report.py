@@ -26,6 +26,7 @@ class PlannedCollective:
         operation: layer path and primitive that needs it.
         source: the user's line.
         count: executions per step.
+        op_ids: operations of the planned graph that need it, one per execution outside of loops.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class PlannedCollective:
     operation: str
     source: str
     count: float
+    op_ids: tuple[int, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,15 @@ def collective_sites(
         out = table.graph.tensors[op.outputs[0]]
         after = tuple((m, False) for m in cls.members)
         for kind, axes, payload in resolution_payloads(strategy, out.shape, out.itemsize, table.axis_sizes):
-            yield _collective(table, kind, axes, payload, _name(table, out.id), op.id, cls.count), after
+            yield _collective(table, kind, axes, payload, _name(table, out.id), cls.members, cls.count), after
     for flow in table.flows:
         before = tuple((op_id, True) for op_id, _ in flow.uses)
         for step in flow_steps(table, flow, choices):
             if step.kind != "slice":
                 op_id, operand = flow.uses[0]
                 name = _name(table, table.graph.ops[op_id].inputs[operand])
-                yield _collective(table, step.kind, step.axes, step.payload_bytes, name, op_id, flow.count), before
+                what = (step.kind, step.axes, step.payload_bytes, name, tuple(user for user, _ in flow.uses))
+                yield _collective(table, *what, flow.count), before
 
 
 def flow_steps(table: CostTable, flow: Flow, choices: Sequence[int]) -> list[reshard.Step]:
@@ -123,9 +126,15 @@ def flow_steps(table: CostTable, flow: Flow, choices: Sequence[int]) -> list[res
 
 
 def _collective(
-    table: CostTable, kind: str, axes: tuple[int, ...], payload: float, tensor: str, op_id: int, count: float
+    table: CostTable,
+    kind: str,
+    axes: tuple[int, ...],
+    payload: float,
+    tensor: str,
+    op_ids: tuple[int, ...],
+    count: float,
 ) -> PlannedCollective:
-    op = table.graph.ops[op_id]
+    op = table.graph.ops[op_ids[0]]
     group = int(np.prod([table.axis_sizes[a] for a in axes]))
     return PlannedCollective(
         kind,
@@ -136,6 +145,7 @@ def _collective(
         f"{op.scope}/{op.primitive}" if op.scope else op.primitive,
         op.source,
         count,
+        op_ids,
     )
 
 

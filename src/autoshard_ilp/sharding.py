@@ -18,6 +18,8 @@ from typing import Any
 
 Layout = tuple[int, ...]
 WHOLE = -1
+PARTIAL = -2
+"""Entry of a layout inside the step: the devices along the mesh axis hold partial sums of the whole extent."""
 
 
 def replicated(n_axes: int) -> Layout:

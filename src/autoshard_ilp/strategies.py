@@ -5,6 +5,9 @@ the dimensions it leads. Sharding a reduction factor leaves partial results, res
 all-reduce or by reduce-scatter onto a dimension of the result; both are strategies. Halo exchange (permutation factors)
 is not planned: such dimensions stay whole.
 
+A sum may read partial results and reduce them in one go, and what only a sum reads may stay partial; which operations
+that concerns is told by :mod:`autoshard_ilp.deferral`.
+
 Several axes on one dimension are always major to minor in mesh order, so a reduce-scatter may only land where no later
 axis already shards the dimension.
 """
@@ -17,11 +20,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard_ilp.deferral import NONE, Deferral
 from autoshard_ilp.rules.rule import Kind, Rule
-from autoshard_ilp.sharding import WHOLE, Layout, divides, divisible_layouts
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, divisible_layouts
 
 UNEVEN_WASTE = 1.125
 """A dimension that does not divide may still be sharded inside the step when padding adds at most this factor."""
+
+
+_SUMMED = "+"
+"""Stands for a factor in an assignment: over this mesh axis every operand arrives as partial sums."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ def strategies_of(
     axis_sizes: tuple[int, ...],
     *,
     even: bool = False,
+    deferral: Deferral = NONE,
 ) -> list[Strategy]:
     """All strategies of an operation, without duplicates, the replicated one first.
 
@@ -67,20 +76,36 @@ def strategies_of(
         operand_shapes, result_shapes: whole shapes.
         axis_sizes: devices along each mesh axis.
         even: only layouts whose dimensions divide (arguments and results of ``jax.jit``).
+        deferral: whether operands may arrive as partial sums and the result may stay partial.
     """
     places = _places(rule)
     found: dict[tuple, Strategy] = {}
-    for assignment in _assignments(rule, places, axis_sizes, even):
-        operands = tuple(_layout(dims, assignment) for dims in rule.operands)
+    for assignment in _assignments(rule, places, axis_sizes, even, deferral.reads):
+        operands = tuple(_layout(dims, assignment, PARTIAL) for dims in rule.operands)
         results = tuple(_layout(dims, assignment) for dims in rule.results)
         fraction = _fraction(rule, assignment, axis_sizes)
-        partial_axes = [a for a, f in enumerate(assignment) if f is not None and rule.factors[f].kind is Kind.REDUCTION]
-        for resolutions, first in _resolutions(rule, assignment, partial_axes, results, result_shapes, axis_sizes):
-            after: tuple[Any, ...] = (first, *results[1:]) if results else results
-            key = (operands, after, resolutions)
-            if key not in found:
-                found[key] = Strategy(operands, after, results[0] if results else None, resolutions, fraction)
+        partial_axes = [a for a, f in enumerate(assignment) if f is not None and _is_partial(rule, f)]
+        after: tuple[Any, ...]
+        if deferral.resolves or _SUMMED not in assignment:
+            for resolutions, first in _resolutions(rule, assignment, partial_axes, results, result_shapes, axis_sizes):
+                after = (first, *results[1:]) if results else results
+                key = (operands, after, resolutions)
+                if key not in found:
+                    found[key] = Strategy(operands, after, results[0] if results else None, resolutions, fraction)
+        if deferral.leaves and partial_axes and _all_add(rule, assignment, partial_axes):
+            left = tuple(PARTIAL if a in partial_axes else dim for a, dim in enumerate(results[0]))
+            after = (left, *results[1:])
+            found.setdefault((operands, after, ()), Strategy(operands, after, left, (), fraction))
     return list(found.values())
+
+
+def _is_partial(rule: Rule, factor: str) -> bool:
+    return factor == _SUMMED or rule.factors[factor].kind is Kind.REDUCTION
+
+
+def _all_add(rule: Rule, assignment: Sequence[str | None], axes: Sequence[int]) -> bool:
+    factors = [assignment[a] or "" for a in axes]
+    return all(f == _SUMMED or rule.factors[f].combine == "add" for f in factors)
 
 
 def hub_strategies(shape: tuple[int, ...], axis_sizes: tuple[int, ...], *, may_reuse: bool) -> list[Strategy]:
@@ -125,27 +150,29 @@ def _places(rule: Rule) -> dict[str, bool]:
 
 
 def _assignments(
-    rule: Rule, places: dict[str, bool], axis_sizes: Sequence[int], even: bool
+    rule: Rule, places: dict[str, bool], axis_sizes: Sequence[int], even: bool, summed: bool
 ) -> Iterator[tuple[str | None, ...]]:
-    choices = [(None,) if size == 1 else (None, *places) for size in axis_sizes]
+    names = (None, *places, _SUMMED) if summed else (None, *places)
+    choices = [(None,) if size == 1 else names for size in axis_sizes]
     for assignment in itertools.product(*choices):
         shards: dict[str, int] = {}
         for name, size in zip(assignment, axis_sizes, strict=True):
-            if name is not None:
+            if name is not None and name != _SUMMED:
                 shards[name] = shards.get(name, 1) * size
         if all(_size_fits(rule.factors[f].size, n, places[f] and not even) for f, n in shards.items()):
             yield assignment
 
 
-def _layout(dims: Sequence[tuple[str, ...]], assignment: Sequence[str | None]) -> Layout:
+def _layout(dims: Sequence[tuple[str, ...]], assignment: Sequence[str | None], summed: int = WHOLE) -> Layout:
     where = {dim[0]: i for i, dim in enumerate(dims) if dim}
+    where[_SUMMED] = summed
     return tuple(WHOLE if f is None else where.get(f, WHOLE) for f in assignment)
 
 
 def _fraction(rule: Rule, assignment: Sequence[str | None], axis_sizes: Sequence[int]) -> float:
     shards: dict[str, int] = {}
     for name, size in zip(assignment, axis_sizes, strict=True):
-        if name is not None:
+        if name is not None and name != _SUMMED:
             shards[name] = shards.get(name, 1) * size
     return math.prod(-(-rule.factors[f].size // n) / rule.factors[f].size for f, n in shards.items())
 
@@ -162,7 +189,7 @@ def _resolutions(
     if not partial_axes or not results:
         yield (), results[0] if results else None
         return
-    adds = all(rule.factors[assignment[a] or ""].combine == "add" for a in partial_axes)
+    adds = _all_add(rule, assignment, partial_axes)
     rank = len(result_shapes[0])
     targets: tuple[int, ...] = (WHOLE, *range(rank)) if adds and len(results) == 1 else (WHOLE,)
     for choice in itertools.product(targets, repeat=len(partial_axes)):

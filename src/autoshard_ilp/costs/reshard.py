@@ -4,7 +4,8 @@ Every mesh axis changes in one of four ways: it stays, it starts to shard a dime
 stops (all-gather), or it moves to another dimension (all-to-all). Slices come first because they shrink what follows,
 all-gathers last because they grow it; of the all-gathers the one that leaves the least to the dearer link goes first.
 An axis that starts or stops sharding a dimension while a *later* mesh axis keeps sharding it would leave the shards in
-the wrong order, which costs a permute of the small shard besides.
+the wrong order, which costs a permute of the small shard besides. Partial sums are never resharded: who reads them
+takes them as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from autoshard_ilp.sharding import WHOLE, Layout, local_bytes
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_bytes
 
 KEEP, SLICE, GATHER, MOVE = range(4)
 
@@ -127,10 +128,16 @@ class ReshardTables:
     def table(
         self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
     ) -> np.ndarray:
-        """Seconds, ``len(starts) x len(ends)``."""
+        """Seconds, ``len(starts) x len(ends)``; infinite from or to partial sums, unless they stay as they are."""
         key = (shape, itemsize, starts, ends)
         if key not in self._tables:
-            found = self._table(shape, itemsize, starts, ends)
+            rows, columns = ([k for k, lay in enumerate(side) if PARTIAL not in lay] for side in (starts, ends))
+            if len(rows) == len(starts) and len(columns) == len(ends):
+                found = self._table(shape, itemsize, starts, ends)
+            else:
+                found = np.array([[0.0 if a == b else np.inf for b in ends] for a in starts])
+                whole = tuple(starts[k] for k in rows), tuple(ends[k] for k in columns)
+                found[np.ix_(rows, columns)] = self._table(shape, itemsize, *whole)
             found.setflags(write=False)
             self._tables[key] = found
         return self._tables[key]

@@ -17,6 +17,7 @@ from autoshard_ilp.costs import compute
 from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold
 from autoshard_ilp.costs.memory import Buffers, analyse
 from autoshard_ilp.costs.reshard import CollectiveSeconds, ReshardTables
+from autoshard_ilp.deferral import Deferral, deferrals
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.rules.rule import OpView, Rule
 from autoshard_ilp.sharding import Layout, local_bytes
@@ -113,16 +114,15 @@ def build_table(
     buffers = analyse(graph)
     views = [graph.view(op) for op in graph.ops]
     rules = [rule_of(v) for v in views]
-    class_of = _classes(graph, buffers, views, rules, restriction_key, fold_layers)
+    deferred = deferrals(graph, rules)
+    class_of = _classes(graph, buffers, views, rules, deferred, restriction_key, fold_layers)
     members: dict[int, list[int]] = {}
     for op_id, c in enumerate(class_of):
         members.setdefault(int(c), []).append(op_id)
     reshard = ReshardTables(axis_sizes, collectives)
     cache: dict[Any, Any] = {}
-    classes = tuple(
-        _price(graph, members[c], rules, buffers, axis_sizes, profile, collectives, restriction, restriction_key, cache)
-        for c in range(len(members))
-    )
+    fixed = (deferred, axis_sizes, profile, collectives, restriction, restriction_key, cache)
+    classes = tuple(_price(graph, members[c], rules, buffers, *fixed) for c in range(len(members)))
     unknown = tuple(
         sorted({f"{op.primitive} at {op.source or 'unknown source'}" for op in graph.ops if not rules[op.id].known})
     )
@@ -137,6 +137,7 @@ def _classes(
     buffers: Buffers,
     views: Sequence[OpView],
     rules: Sequence[Rule],
+    deferred: Sequence[Deferral],
     restriction_key: Callable[[Op], Any],
     fold_layers: bool,
 ) -> np.ndarray:
@@ -159,6 +160,7 @@ def _classes(
                     op.phase,
                 ),
                 *(op.count, stored, reads, restriction_key(op), op.params.get("first") is None, _is_batch(op)),
+                deferred[op.id],
             )
         )
     windows = [ARGUMENT_WINDOW if op.primitive in BOUNDARY else WINDOW for op in graph.ops]
@@ -174,6 +176,7 @@ def _price(
     members: list[int],
     rules: Sequence[Rule],
     buffers: Buffers,
+    deferred: Sequence[Deferral],
     axis_sizes: tuple[int, ...],
     profile: Any,
     collectives: CollectiveSeconds,
@@ -197,9 +200,10 @@ def _price(
     kinds = tuple((n, f.size, f.kind, f.combine) for n, f in rule.factors.items())
     shapes = tuple((t.shape, t.itemsize) for t in (*ins, *outs))
     first = op.params.get("first") is None
-    key = (op.primitive, str(rule), kinds, traffic, rule.flops, restriction_key(op), first, shapes)
+    deferral = deferred[op.id]
+    key = (op.primitive, str(rule), kinds, traffic, rule.flops, restriction_key(op), first, shapes, deferral)
     if key not in cache:
-        strategies = _strategies(op, rule, [t.shape for t in ins], [t.shape for t in outs], axis_sizes)
+        strategies = _strategies(op, rule, [t.shape for t in ins], [t.shape for t in outs], axis_sizes, deferral)
         if restriction is not None:
             strategies = restriction(op, strategies)
         compute_s = np.array([compute.seconds(rule, traffic, s, axis_sizes, profile) for s in strategies])
@@ -223,11 +227,17 @@ def _is_batch(op: Op) -> bool:
 
 
 def _strategies(
-    op: Op, rule: Rule, operands: list[tuple[int, ...]], results: list[tuple[int, ...]], axis_sizes: tuple[int, ...]
+    op: Op,
+    rule: Rule,
+    operands: list[tuple[int, ...]],
+    results: list[tuple[int, ...]],
+    axis_sizes: tuple[int, ...],
+    deferral: Deferral,
 ) -> list[Strategy]:
     if op.primitive == "hub":
         return hub_strategies(results[0], axis_sizes, may_reuse=op.params.get("first") is not None)
-    return strategies_of(rule, operands, results, axis_sizes, even=op.primitive in ("argument", "result"))
+    even = op.primitive in ("argument", "result")
+    return strategies_of(rule, operands, results, axis_sizes, even=even, deferral=deferral)
 
 
 def _undominated(strategies: list[Strategy], seconds: np.ndarray) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ def compile_planned(plan: Any, mesh: Any | None = None, *, compiler_options: Map
         TargetError: the GPU compiler misses CUDA's assembler or device library.
     """
     arguments = () if mesh is None else (mesh,)
-    lowered = plan.jit(*arguments).lower(*plan.abstract_args(*arguments))
+    marked = {"marked": True} if "marked" in inspect.signature(plan.jit).parameters else {}
+    lowered = plan.jit(*arguments, **marked).lower(*plan.abstract_args(*arguments))
     try:
         return lowered.compile(compiler_options=dict(compiler_options or {}))
     except Exception as error:

@@ -1,0 +1,105 @@
+"""Sums of partial sums, reduced once.
+
+The gradient of a tensor that several products read (the input of query, key and value) is a sum of products. Where the
+contracted dimension is sharded, every device holds a partial result of each of them, and addition commutes with the
+reduction over devices: ``reduce(a) + reduce(b) = reduce(a + b)``. So a tensor that only a sum reads may stay partial
+(an entry :data:`~autoshard_ilp.sharding.PARTIAL` in its layout) and the sum reduces once. Compilers do the same, by
+their pass "all-reduce reassociate"; here it is a strategy of the integer program, with its price.
+
+A tensor may stay partial on its way through operations that only rearrange it (transpose, reshape), up to the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.rules.local import runs_locally
+from autoshard_ilp.rules.rule import Kind, Rule
+
+SUMS = frozenset({"add", "add_any"})
+REARRANGEMENTS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy"})
+
+
+@dataclass(frozen=True)
+class Deferral:
+    """What partial sums an operation may read and leave behind.
+
+    Attributes:
+        reads: its operands may be partial, all over the same mesh axes.
+        resolves: it may reduce what it read partial (a sum); a rearrangement hands it on.
+        leaves: its result may stay partial, because only a sum reads it.
+    """
+
+    reads: bool = False
+    resolves: bool = False
+    leaves: bool = False
+
+
+NONE = Deferral()
+
+
+def deferrals(graph: Graph, rules: Sequence[Rule]) -> list[Deferral]:
+    """Deferral of every operation.
+
+    Args:
+        graph: with hubs.
+        rules: sharding rule per operation.
+    """
+    partial = _may_be_partial(graph, rules)
+    leaves: set[int] = set()  # ops whose result reaches a sum of such tensors
+    for op in reversed(graph.ops):
+        if not op.outputs or op.outputs[0] not in partial:
+            continue
+        user = _only_user(graph, op)
+        if user is None:
+            continue
+        summed = user.primitive in SUMS and all(t in partial for t in user.inputs) and _summed_once(graph, user)
+        if summed or (user.primitive in REARRANGEMENTS and user.id in leaves):
+            leaves.add(op.id)
+    found = []
+    for op in graph.ops:
+        reads = bool(op.inputs) and all(
+            graph.tensors[t].producer in leaves and graph.tensors[t].result_index == 0 for t in op.inputs
+        )
+        reads = reads and op.primitive in SUMS | REARRANGEMENTS
+        found.append(Deferral(reads, reads and op.primitive in SUMS, op.id in leaves))
+    return found
+
+
+def _may_be_partial(graph: Graph, rules: Sequence[Rule]) -> set[int]:
+    """Tensors that can hold partial sums: results of reductions, and what is summed or rearranged of such."""
+    found: set[int] = set()
+    for op in graph.ops:
+        if len(op.outputs) != 1 or not graph.tensors[op.outputs[0]].shape:
+            continue
+        if op.primitive in SUMS:
+            partial = all(t in found for t in op.inputs) and _same_type(graph, op)
+        elif op.primitive in REARRANGEMENTS:
+            partial = op.inputs[0] in found
+        else:
+            adds = any(f.kind is Kind.REDUCTION and f.combine == "add" for f in rules[op.id].factors.values())
+            partial = adds and op.eqn is not None and not runs_locally(graph.view(op))
+        if partial:
+            found.add(op.outputs[0])
+    return found
+
+
+def _only_user(graph: Graph, op: Op) -> Op | None:
+    """The one operation that reads an operation's result, once, in the same region."""
+    consumers = graph.tensors[op.outputs[0]].consumers
+    if len(consumers) != 1:
+        return None
+    user = graph.ops[consumers[0][0]]
+    return user if user.region == op.region else None
+
+
+def _summed_once(graph: Graph, op: Op) -> bool:
+    """Whether every operand of a sum is read by nothing else."""
+    return all(len(graph.tensors[t].consumers) == 1 for t in op.inputs)
+
+
+def _same_type(graph: Graph, op: Op) -> bool:
+    out = graph.tensors[op.outputs[0]]
+    return all((graph.tensors[t].shape, graph.tensors[t].dtype) == (out.shape, out.dtype) for t in op.inputs)
