@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard_ilp.errors import InfeasibleError, InputShapeError, ProfileError, UnsupportedModelError
+from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.mesh import MeshSpec, as_mesh
 from autoshard_ilp.pins import Allowed, Pinned, path_shapes, resolve_pins
 from autoshard_ilp.plan import Plan, Trail, leaves
@@ -219,6 +220,7 @@ def attempt(
     return assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
 
 
+@collector_paused()
 def build(step: Step, infos: Any, table: Any, request: Request) -> Any:
     """The integer program of a cost table."""
     from autoshard_ilp.costs.build import build_program
@@ -235,6 +237,7 @@ def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **op
     return found
 
 
+@collector_paused()
 def price(graph: Any, request: Request) -> tuple[Any, Pinned]:
     """The cost table of a graph, and the pins it honours."""
     from autoshard_ilp.costs.collectives import CollectiveCosts

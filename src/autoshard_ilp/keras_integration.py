@@ -204,17 +204,40 @@ def is_fully_built(model: Any) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
-def build_training_state(model: Any, batch: tuple[Any, ...]) -> AbstractBuild:
+def build_training_state(model: Any, batch: tuple[Any, ...], outputs: Any = None) -> AbstractBuild:
     """Create optimizer, loss and metric variables for a batch of shapes; nothing is computed.
 
     The optimizer's slots are as large as the model, so they are left without value (see :func:`abstract_construction`):
     a live model does not grow, and the slots can be born sharded. The model itself must be built.
+
+    Args:
+        outputs: what :func:`symbolic_outputs` gave for this batch, where it was called: Keras's own ``_symbolic_build``
+            would call the whole model again to learn it.
     """
     with abstract_construction() as build:
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-    model._symbolic_build(data_batch=batch)
+    if outputs is None:
+        model._symbolic_build(data_batch=batch)
+    else:
+        _build_loss_and_metrics(model, batch, outputs)
     return build
+
+
+def _build_loss_and_metrics(model: Any, batch: tuple[Any, ...], outputs: Any) -> None:
+    import keras
+    from keras.src import backend
+    from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
+
+    def symbolic(spec: Any) -> Any:
+        return None if spec is None else keras.KerasTensor(spec.shape, backend.standardize_dtype(spec.dtype))
+
+    x, y, weights = unpack_x_y_sample_weight(keras.tree.map_structure(symbolic, batch))
+    if model._compile_metrics is not None and not model._compile_metrics.built:
+        backend.compute_output_spec(model.compute_metrics, x, y, outputs, sample_weight=weights)
+    if model._compile_loss is not None and not model._compile_loss.built:
+        backend.compute_output_spec(model._compute_loss, x, y, outputs, sample_weight=weights, training=False)
+    model._post_build()
 
 
 def state_variables(model: Any, mode: str) -> StateVariables:

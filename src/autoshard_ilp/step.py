@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard_ilp.errors import InputShapeError
+from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.mesh import MeshSpec
 
@@ -31,6 +32,7 @@ class Step:
     remat: str = "never"
 
 
+@collector_paused()
 def trace(model: Any, mesh: MeshSpec, **options: Any) -> Any:
     """Traces the step once (:func:`autoshard_ilp.trace.trace_model`) and checks the batch against the mesh."""
     from autoshard_ilp.trace import trace_model
@@ -60,6 +62,7 @@ def graph_of(traced: Any, remat: str = "never") -> Step:
     return step_of(traced, (traced.state, traced.batch), (0,), traced, remat)
 
 
+@collector_paused()
 def step_of(
     infos: Any,
     args: tuple[Any, ...],

@@ -209,6 +209,7 @@ def _prepare(
         model, inputs, batch_size=batch_size, sequence_length=sequence_length, device_count=device_count
     )
     needs_outputs = mode == "train" and targets is None and model._compile_loss is not None
+    outputs = None
     if needs_outputs or inputs is not None or not ki.is_fully_built(model):
         hint = "Check that inputs= has the structure, shapes and dtypes that the model takes."
         error = UnsupportedModelError if inputs is None else InputShapeError
@@ -229,7 +230,7 @@ def _prepare(
     hint = "Check that targets= fits the loss and the metrics." if targets is not None else "Give targets=."
     error = UnsupportedModelError if targets is None else InputShapeError
     with _explained(model, "prepared for training", hint, error):
-        built = ki.build_training_state(model, batch)
+        built = ki.build_training_state(model, batch, outputs)
     return batch, size, built.references
 
 

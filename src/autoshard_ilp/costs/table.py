@@ -113,7 +113,7 @@ def build_table(
     """
     buffers = analyse(graph)
     views = [graph.view(op) for op in graph.ops]
-    rules = [rule_of(v) for v in views]
+    rules = _rules(views, rule_of)
     deferred = deferrals(graph, rules)
     class_of = _classes(graph, buffers, views, rules, deferred, restriction_key, fold_layers)
     members: dict[int, list[int]] = {}
@@ -132,6 +132,23 @@ def build_table(
     )
 
 
+def _rules(views: Sequence[OpView], rule_of: Callable[[OpView], Rule]) -> list[Rule]:
+    """The rule of each operation; operations that look the same share one object."""
+    known: dict[Any, Rule] = {}
+    rules = []
+    for view in views:
+        try:
+            key = (view.primitive, view.in_shapes, view.out_shapes, view.in_dtypes, view.out_dtypes, *view.params.items())
+            rule = known.get(key)
+        except TypeError:  # a parameter that cannot be hashed
+            rules.append(rule_of(view))
+            continue
+        if rule is None:
+            rule = known[key] = rule_of(view)
+        rules.append(rule)
+    return rules
+
+
 def _classes(
     graph: Graph,
     buffers: Buffers,
@@ -142,6 +159,7 @@ def _classes(
     fold_layers: bool,
 ) -> np.ndarray:
     signatures: list[Any] = []
+    texts = {key: str(rule) for key, rule in {id(rule): rule for rule in rules}.items()}
     for op, view, rule in zip(graph.ops, views, rules, strict=True):
         if not fold_layers:
             signatures.append(op.id)
@@ -156,7 +174,7 @@ def _classes(
                     view.out_shapes,
                     view.in_dtypes,
                     view.out_dtypes,
-                    str(rule),
+                    texts[id(rule)],
                     op.phase,
                 ),
                 *(op.count, stored, reads, restriction_key(op), op.params.get("first") is None, _is_batch(op)),
