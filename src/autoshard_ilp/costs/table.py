@@ -138,7 +138,8 @@ def _rules(views: Sequence[OpView], rule_of: Callable[[OpView], Rule]) -> list[R
     rules = []
     for view in views:
         try:
-            key = (view.primitive, view.in_shapes, view.out_shapes, view.in_dtypes, view.out_dtypes, *view.params.items())
+            types = (view.in_shapes, view.out_shapes, view.in_dtypes, view.out_dtypes)
+            key = (view.primitive, types, *view.params.items())
             rule = known.get(key)
         except TypeError:  # a parameter that cannot be hashed
             rules.append(rule_of(view))
