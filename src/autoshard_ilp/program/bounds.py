@@ -12,59 +12,82 @@ V. Kolmogorov, IEEE PAMI 37 (2015), "A new look at reweighted message passing".
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import numpy as np
 
-from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
+from autoshard_ilp.program import kernels
+from autoshard_ilp.program.kernels import Flat
+from autoshard_ilp.program.net import EmptyNodeError, Factor, Net, segment_min
 
 SAFETY = 1e-10  # relative to the plan's cost: no strategy is removed within float noise of the best plan
 
 
-@dataclass(eq=False)
-class Port:
-    """Node side of a factor: how v's strategies alive group into labels of one axis."""
-
-    factor: int
-    axis: int
-    others: tuple[int, ...]  # the other axes
-    shape: tuple[int, ...]  # broadcast shape of a vector along the axis
-    lab: np.ndarray  # label per strategy alive
-    order: np.ndarray | None  # strategies alive sorted by label; None: one strategy per label, in order
-    starts: np.ndarray
+def _starts(sizes: Iterable[int]) -> np.ndarray:
+    """Where consecutive pieces of these sizes begin, and where the last one ends."""
+    return np.concatenate(([0], np.cumsum(np.fromiter(sizes, np.int64)))).astype(np.int64)
 
 
 class Messages:
-    """Reparametrised costs of a net. ``bound`` (seconds) grows with :meth:`sweep` and is valid at every moment."""
+    """Reparametrised costs of a net. ``bound`` (seconds) grows with :meth:`sweep` and is valid at every moment.
+
+    ``theta[v]`` (one entry per strategy alive) and ``tables[n]`` are views of flat arrays that the kernels work on.
+    """
 
     def __init__(self, net: Net) -> None:
         self.net = net
         self.nodes = net.live
         self.bound = net.constant
         self.alive = {v: net.alive[v] for v in self.nodes}
-        self.theta = {v: net.cost[v][self.alive[v]].copy() for v in self.nodes}
-        self.tables = {n: f.table.copy() for n, f in net.factors.items()}
-        self.ports = {v: [self._port(v, n) for n in net.incident[v]] for v in self.nodes}
-        rank = {v: i for i, v in enumerate(self.nodes)}
-        last = {n: max(f.scope, key=rank.__getitem__) for n, f in net.factors.items()}
-        first = {n: min(f.scope, key=rank.__getitem__) for n, f in net.factors.items()}
-        self.forward = {v: [p for p in self.ports[v] if last[p.factor] != v] for v in self.nodes}
-        self.backward = {v: [p for p in self.ports[v] if first[p.factor] != v] for v in self.nodes}
+        self._lay_out()
         self.reprice({}, {}, 0.0)  # costs may be below zero here: moved under other prices, or given so
 
-    def _port(self, v: int, number: int) -> Port:
-        f = self.net.factors[number]
-        k = f.axis(v)
-        lab = f.labels[k][self.net.alive[v]]
-        shape = tuple(-1 if i == k else 1 for i in range(f.table.ndim))
-        others = tuple(i for i in range(f.table.ndim) if i != k)
-        if np.array_equal(lab, np.arange(f.table.shape[k])):
-            return Port(number, k, others, shape, lab, None, lab)
-        order = np.argsort(lab, kind="stable")
-        present, starts = np.unique(lab[order], return_index=True)
-        if len(present) != f.table.shape[k]:
-            raise AssertionError("factors must be compressed before message passing")
-        return Port(number, k, others, shape, lab, order, starts)
+    def _lay_out(self) -> None:
+        net, nodes = self.net, self.nodes
+        rank = {v: i for i, v in enumerate(nodes)}
+        position = {n: i for i, n in enumerate(net.factors)}
+        factors = list(net.factors.values())
+        theta_at = _starts(len(net.alive[v]) for v in nodes)
+        table_at = _starts(f.table.size for f in factors)
+        self._theta = np.concatenate([net.cost[v][net.alive[v]] for v in nodes] or [np.zeros(0)])
+        self._tables = np.concatenate([f.table.ravel() for f in factors] or [np.zeros(0)])
+        self.theta = {v: self._theta[theta_at[i] : theta_at[i + 1]] for i, v in enumerate(nodes)}
+        self.tables = {
+            n: self._tables[table_at[i] : table_at[i + 1]].reshape(f.table.shape)
+            for i, (n, f) in enumerate(net.factors.items())
+        }
+        shapes, owners, labels, ends = [], [], [], []
+        port_of: list[list[int]] = [[0] * len(f.scope) for f in factors]
+        for v in nodes:
+            for n in net.incident[v]:
+                f = net.factors[n]
+                k = f.axis(v)
+                port_of[position[n]][k] = len(owners)
+                owners.append(position[n])
+                shapes.append((math.prod(f.table.shape[:k]), f.table.shape[k], math.prod(f.table.shape[k + 1 :])))
+                labels.append(f.labels[k][net.alive[v]])
+                ranks = [rank[w] for w in f.scope]
+                ends.append((rank[v] == max(ranks), rank[v] == min(ranks)))
+        shape = np.array(shapes, np.int64).reshape(-1, 3)
+        end = np.array(ends, bool).reshape(-1, 2)
+        self.flat = Flat(
+            theta_at=theta_at,
+            port_at=_starts(len(net.incident[v]) for v in nodes),
+            factor=np.array(owners, np.int64),
+            before=shape[:, 0].copy(),
+            labels=shape[:, 1].copy(),
+            after=shape[:, 2].copy(),
+            label_at=_starts(len(lab) for lab in labels),
+            label=np.concatenate(labels or [np.zeros(0, np.int64)]).astype(np.int64),
+            table_at=table_at,
+            last=end[:, 0].copy(),
+            first=end[:, 1].copy(),
+            scope_at=_starts(len(f.scope) for f in factors),
+            scope=np.array([rank[w] for f in factors for w in f.scope], np.int64),
+            port_of=np.array([p for own in port_of for p in own], np.int64),
+        )
+        if len(self.flat.label) and self.flat.label.min() < 0:
+            raise AssertionError("every strategy alive has a label")
 
     def reprice(self, nodes: dict[int, np.ndarray], factors: dict[int, np.ndarray], offset: float) -> None:
         """Add to the costs of nodes (all strategies) and factors, and ``offset`` to the bound; keeps all minima at 0.
@@ -86,17 +109,15 @@ class Messages:
                     self.bound += low
 
     def remove_cells(self, upper: float) -> int:
-        """Entries of pairwise tables that cannot be in a plan cheaper than ``upper`` become ``inf``; their number."""
+        """Entries of tables that cannot be in a plan cheaper than ``upper`` become ``inf``; their number."""
         limit = upper - self.bound + SAFETY * abs(upper)
         removed = 0
         for n, table in self.tables.items():
             f = self.net.factors[n]
             total = table
-            for v in f.scope:
-                p = next(p for p in self.ports[v] if p.factor == n)
-                theta = self.theta[v]
-                least = theta if p.order is None else np.minimum.reduceat(theta[p.order], p.starts)
-                total = total + least.reshape(p.shape)
+            for k, v in enumerate(f.scope):
+                least = segment_min(self.theta[v], f.labels[k][self.alive[v]], table.shape[k])
+                total = total + least.reshape(tuple(-1 if i == k else 1 for i in range(table.ndim)))
             over = (total > limit) & np.isfinite(table)
             removed += int(over.sum())
             table[over] = np.inf
@@ -104,24 +125,18 @@ class Messages:
 
     def improve(self, choices: np.ndarray, rounds: int = 20) -> np.ndarray:
         """Coordinate descent on the present costs: each node its best strategy while the others stay."""
-        choices = choices.copy()
-        for _ in range(rounds):
-            changed = False
-            for v in self.nodes:
-                total = self.theta[v].copy()
-                for p in self.ports[v]:
-                    f = self.net.factors[p.factor]
-                    index = tuple(
-                        slice(None) if w == v else int(lab[choices[w]])
-                        for w, lab in zip(f.scope, f.labels, strict=True)
-                    )
-                    total += self.tables[p.factor][index][p.lab]
-                best = int(np.argmin(total))
-                if total[best] < total[np.searchsorted(self.alive[v], choices[v])]:
-                    choices[v] = self.alive[v][best]
-                    changed = True
-            if not changed:
-                break
+        own = np.array([np.searchsorted(self.alive[v], choices[v]) for v in self.nodes], np.int64)
+        return self._descend(own, rounds)
+
+    def decode(self) -> np.ndarray:
+        """An assignment: each node in turn takes its best strategy given those before it."""
+        return self._descend(np.full(len(self.nodes), -1, np.int64), 1)
+
+    def _descend(self, own: np.ndarray, rounds: int) -> np.ndarray:
+        kernels.descend(self.flat, self._theta, self._tables, own, rounds)
+        choices = np.zeros(len(self.net.cost), np.int64)
+        for v, s in zip(self.nodes, own.tolist(), strict=True):
+            choices[v] = self.alive[v][s]
         return choices
 
     def sweep(self, upper: float = math.inf) -> int:
@@ -129,76 +144,22 @@ class Messages:
 
         Returns the number of strategies ruled out. Raises EmptyNodeError when no plan is cheaper than ``upper``.
         """
-        removed = self._pass(self.nodes, self.forward, upper)
-        return removed + self._pass(self.nodes[::-1], self.backward, upper)
-
-    def _pass(self, nodes: list[int], out: dict[int, list[Port]], upper: float) -> int:
-        removed = 0
         margin = SAFETY * abs(upper) if math.isfinite(upper) else 0.0
-        tables = self.tables
-        for v in nodes:
-            theta = self.theta[v]
-            ports = self.ports[v]
-            for p in ports:
-                least = tables[p.factor].min(axis=p.others)
-                theta += least[p.lab]
-                if not math.isfinite(least.max()):
-                    least[np.isinf(least)] = 0.0
-                tables[p.factor] -= least.reshape(p.shape)
-            low = float(theta.min())
-            if low == math.inf:
-                raise EmptyNodeError(v)
-            theta -= low
-            self.bound += low
-            limit = upper - self.bound + margin
-            if limit < 0:
-                raise EmptyNodeError(v)
-            over = theta > limit
-            if over.any():
-                removed += int(np.isfinite(theta[over]).sum())
-                theta[over] = np.inf
-            give = out[v]
-            if not give:
-                continue
-            weight = 1.0 / max(len(give), len(ports) - len(give))
-            shares = []
-            for p in give:
-                share = theta if p.order is None else np.minimum.reduceat(theta[p.order], p.starts)
-                share = share * weight
-                tables[p.factor] += share.reshape(p.shape)
-                shares.append(share)
-            for p, share in zip(give, shares, strict=True):
-                if share.max() == math.inf:
-                    share = np.where(np.isinf(share), 0.0, share)
-                theta -= share[p.lab]
-            np.maximum(theta, 0.0, out=theta)
-        return removed
+        gone = 0
+        for forward in (True, False):
+            self.bound, removed, empty = kernels.sweep(
+                self.flat, self._theta, self._tables, forward, self.bound, upper, margin
+            )
+            if empty >= 0:
+                raise EmptyNodeError(self.nodes[empty])
+            gone += removed
+        return gone
 
-    def totals(self, v: int) -> np.ndarray:
-        """A lower bound (seconds above ``bound``) per strategy alive of ``v``: its cost and the best of each factor."""
-        total = self.theta[v].copy()
-        for p in self.ports[v]:
-            total += self.tables[p.factor].min(axis=p.others)[p.lab]
-        return total
-
-    def decode(self) -> np.ndarray:
-        """An assignment: each node in turn takes its best strategy given those before it."""
-        choices = np.full(len(self.net.cost), -1, np.int64)
-        for v in self.nodes:
-            total = self.theta[v].copy()
-            for p in self.ports[v]:
-                f = self.net.factors[p.factor]
-                index: list = [slice(None)] * len(f.scope)
-                for i, w in enumerate(f.scope):
-                    if w != v and choices[w] >= 0:
-                        index[i] = int(f.labels[i][choices[w]])
-                part = self.tables[p.factor][tuple(index)]
-                if part.ndim > 1:
-                    kept = sum(1 for i in range(p.axis) if isinstance(index[i], slice))
-                    part = part.min(axis=tuple(i for i in range(part.ndim) if i != kept))
-                total += part[p.lab]
-            choices[v] = self.alive[v][int(np.argmin(total))]
-        return np.where(choices < 0, 0, choices)
+    def totals(self) -> dict[int, np.ndarray]:
+        """A lower bound (seconds above ``bound``) per strategy alive: its cost and the best cell of each factor."""
+        every = kernels.totals(self.flat, self._theta, self._tables)
+        at = self.flat.theta_at
+        return {v: every[at[i] : at[i + 1]] for i, v in enumerate(self.nodes)}
 
     def ruled_out(self) -> dict[int, np.ndarray]:
         """Strategies removed since the start, per node."""

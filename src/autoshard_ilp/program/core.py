@@ -43,10 +43,11 @@ def core_plan(messages: Messages, plans: list[np.ndarray], deadline: float) -> n
     Kept are the strategies of ``plans`` and the ``CORE`` with the least bounds; None: nothing finite is left.
     """
     net = messages.net.copy()
+    totals = messages.totals()
     for v in messages.nodes:
         alive = messages.alive[v]
         keep = np.zeros(len(net.cost[v]), bool)
-        total = messages.totals(v)
+        total = totals[v]
         keep[alive[np.argsort(total, kind="stable")[:CORE]]] = True
         keep[[int(x[v]) for x in plans]] = True
         cost = np.full(len(keep), np.inf)
