@@ -29,8 +29,8 @@ ROUNDS = (
     (99, 3_000_000),
     (99, 8_000_000),
 )
-SWEEPS = 60  # most sweeps in a round
-CHECK = 5  # sweeps between two plans
+SWEEPS = 400  # most sweeps in a round
+CHECK = 10  # sweeps between two plans
 CORE = 3  # strategies per node of a core
 CORE_CELLS = 100_000
 CORE_SWEEPS = 10

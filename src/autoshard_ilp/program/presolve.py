@@ -21,6 +21,8 @@ from autoshard_ilp.program.net import Factor, Net
 
 STEPS = ("parallel", "separable", "labels", "single", "dominance", "determined", "eliminate")
 
+CHEAP_CELLS = 1000
+
 
 @dataclass
 class Presolve:
@@ -108,6 +110,11 @@ class Presolve:
             self._touch(reduce.fold_single(net, v))
             self.counts["nodes with one strategy"] += 1
             return
+        if "eliminate" in steps and not self._frozen(v):
+            cells = self._estimate(v)
+            if cells is not None and cells <= CHEAP_CELLS:  # what is eliminated at once needs no comparisons
+                heapq.heappush(self.heap, (cells, v))
+                return
         if "dominance" in steps:
             gone = reduce.dominated(net, v)
             if len(gone):

@@ -19,6 +19,13 @@ HUGE = 1e300  # inside a difference, never in a result
 ROUNDING = 1e-14  # relative; differences below are float noise of sums
 
 
+def rows_of(table: np.ndarray, axis: int) -> np.ndarray:
+    """The table with ``axis`` first and all other axes as one."""
+    if table.ndim == 2:
+        return table.T if axis else table
+    return np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1)
+
+
 def compress(net: Net, number: int) -> bool:
     """Drop labels that no strategy alive carries. True when something changed."""
     f = net.factors[number]
@@ -73,7 +80,7 @@ def merge_equal_labels(net: Net, number: int) -> bool:
         return False
     labels, table, changed = list(f.labels), f.table, False
     for k, v in enumerate(f.scope):
-        rows = np.moveaxis(table, k, 0).reshape(table.shape[k], -1)
+        rows = rows_of(table, k)
         keys: dict[bytes, int] = {}
         group = np.array([keys.setdefault(r.tobytes(), len(keys)) for r in np.ascontiguousarray(rows) + 0.0])
         if len(keys) == len(rows):
@@ -160,9 +167,9 @@ def dominated(net: Net, v: int) -> np.ndarray:
     for number in net.incident[v]:
         f = net.factors[number]
         k = f.axis(v)
-        difference = _worst_difference(np.moveaxis(f.table, k, 0).reshape(f.table.shape[k], -1))
+        difference = _worst_difference(rows_of(f.table, k))
         if f.held is not None:
-            held = np.moveaxis(f.held, k, 0).reshape(f.table.shape[k], -1)
+            held = rows_of(f.held, k)
             difference[(held[:, None, :] < held[None, :, :]).any(axis=2)] = -np.inf
         lab = f.labels[k][alive]
         with np.errstate(invalid="ignore"):
@@ -256,7 +263,7 @@ def determined_by(net: Net, v: int) -> int | None:
         if len(f.scope) != 2 or f.edge is not None:
             continue
         k = f.axis(v)
-        table = np.moveaxis(f.table, k, 0)
+        table = rows_of(f.table, k)
         carried = np.bincount(f.labels[k][net.alive[v]], minlength=len(table))
         if (carried @ np.isfinite(table)).max() <= 1:
             return number
@@ -268,7 +275,7 @@ def substitute(net: Net, v: int, number: int) -> list[int]:
     f = net.factors[number]
     k = f.axis(v)
     w = f.scope[1 - k]
-    table = np.moveaxis(f.table, k, 0)
+    table = rows_of(f.table, k)
     carrier = np.full(len(table), -1, np.int64)
     carrier[f.labels[k][net.alive[v]]] = net.alive[v]  # the strategy that carries a label (unique where finite)
     finite = np.isfinite(table) & (carrier >= 0)[:, None]  # a label may have lost its last strategy
