@@ -56,7 +56,8 @@ class Messages:
             n: self._tables[table_at[i] : table_at[i + 1]].reshape(f.table.shape)
             for i, (n, f) in enumerate(net.factors.items())
         }
-        shapes, owners, labels, ends = [], [], [], []
+        owners: list[int] = []  # of the ports, like the next three
+        shapes, labels, ends = [], [], []
         port_of: list[list[int]] = [[0] * len(f.scope) for f in factors]
         for v in nodes:
             for n in net.incident[v]:

@@ -173,7 +173,7 @@ def sweep(
 
 @njit(cache=True)
 def _column(flat: Flat, tables: np.ndarray, p: int, v: int, choice: np.ndarray, extra: np.ndarray) -> None:
-    """Per label of port ``p``: the factor's cell under the choices of its other nodes, least over undecided ones (-1)."""
+    """Per label of port ``p``: the factor's cell under the choices of its other nodes (-1: the least of any)."""
     f = flat.factor[p]
     begin, end = flat.scope_at[f], flat.scope_at[f + 1]
     start, labels = flat.table_at[f], flat.labels[p]
