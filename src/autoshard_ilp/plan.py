@@ -232,25 +232,21 @@ class Plan:
         return keras_integration.initial_state(traced, self.in_shardings[0], seed)
 
     def apply(self, model: Any) -> Any:
-        """Lays out a built model in place; ``fit`` and ``train_on_batch`` then run the planned step.
+        """Lays out a built model in place; ``fit``, ``evaluate`` and ``predict`` then run planned programs.
 
-        The step is compiled first, so that a failure leaves the model as it was. A batch of another size runs the
-        model's own step on the laid-out state. ``evaluate`` and ``predict`` run the model's own functions on it.
+        The step is compiled first, so that a failure leaves the model as it was. A batch of another shape, ``evaluate``
+        and ``predict`` run on the same layout of the variables, see :mod:`autoshard_ilp.keras_runtime.programs`.
 
         Returns:
             the model.
 
         Raises:
-            PlanMismatchError: the model is not the one that was planned, or there are too few devices.
+            PlanMismatchError: the model is not the one that was planned (it says what differs), or there are too few
+                devices.
         """
-        from autoshard_ilp import keras_integration
+        from autoshard_ilp.keras_runtime import apply_plan
 
-        plan = self
-        traced = self.executable.traced if self.executable is not None else None
-        if traced is None or traced.model is not model:
-            batch = dict(zip(("inputs", "targets", "sample_weight"), traced.batch, strict=False)) if traced else {}
-            plan = self.bind(model, **batch)
-        keras_integration.apply_plan(plan, model)
+        apply_plan(self, model)
         return model
 
     def bind(self, model: Any, **inputs: Any) -> Plan:
@@ -269,27 +265,22 @@ class Plan:
         return replace(self, executable=step)
 
     def _check_same(self, step: Step) -> None:
-        found = [
-            (step.graph.ops[a].path, step.graph.tensors[step.graph.ops[a].outputs[0]].shape)
-            for a in step.graph.arguments
-        ]
-        if len(found) != len(self.arguments):
-            raise PlanMismatchError(
-                f"A plan fits the model it was made for. Planned: {len(self.arguments)} variables and inputs. "
-                f"Received: a model with {len(found)}. Plan again for this model."
-            )
-        for leaf, (path, shape) in zip(self.arguments, found, strict=True):
-            if leaf.shape != shape:
-                raise PlanMismatchError(
-                    f"A plan fits the model it was made for. Planned: {leaf.path!r} of shape {leaf.shape}. Received: "
-                    f"{path!r} of shape {shape} in its place. Plan again for this model."
-                )
-        if fingerprint(step.graph) != self.placement.fingerprint:
-            raise PlanMismatchError(
-                "A plan fits the model it was made for. Received: a model with the same variables whose step computes "
-                "something else (another loss, optimizer, dtype policy, or another version of Keras or JAX). "
-                "Plan again for this model."
-            )
+        planned = [(x.shape, x.dtype) for x in self.arguments]
+        found = [(tuple(x.shape), x.dtype) for x in step.traced.arguments]
+        if fingerprint(step.graph) == self.placement.fingerprint and planned == found:
+            return
+        from autoshard_ilp.keras_runtime.mismatch import differences
+
+        graph = self.executable.graph if self.executable is not None else None
+        what = differences(self.arguments, step.traced.arguments, graph, step.graph)
+        raise PlanMismatchError(
+            "A plan fits the model it was made for. Received: a model with the same variables whose step computes "
+            "something else (another loss, optimizer, dtype policy, or another version of Keras or JAX). "
+            "Plan again for this model."
+            if not what
+            else f"A plan fits the model it was made for. Received: a model that differs: {what}. Plan again for this "
+            "model, autoshard.optimize(model, mesh)."
+        )
 
     # -- checking and keeping ----------------------------------------------------------------------------------------
 

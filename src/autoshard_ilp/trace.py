@@ -1,14 +1,15 @@
 """From a Keras model, or a callable that builds one, to one traced step. No data, no allocation.
 
-The step is the model's own ``train_step`` (or ``predict_step``), so that custom steps, the compiled optimizer, loss,
-metrics, loss scaling, gradient accumulation and moving averages are all part of it. Its *state* is a tuple of lists in
-Keras's order::
+The step is the model's own ``train_step`` (or ``test_step``, ``predict_step``), so that custom steps, the compiled
+optimizer, loss, metrics, loss scaling, gradient accumulation and moving averages are all part of it. Its *state* is a
+tuple of lists in Keras's order::
 
-    train:    (trainable, non_trainable, optimizer, metrics)
-    predict:  (trainable, non_trainable)
+    train:     (trainable, non_trainable, optimizer, metrics)
+    evaluate:  (trainable, non_trainable, metrics)
+    predict:   (trainable, non_trainable)
 
-and its *batch* is ``(inputs, targets)`` or ``(inputs, targets, sample_weight)`` in train mode, ``(inputs,)`` in predict
-mode and for models that are trained without targets. The flat order of arguments is that of
+and its *batch* is ``(inputs, targets)`` or ``(inputs, targets, sample_weight)`` in train and evaluate mode,
+``(inputs,)`` in predict mode and for models that are trained without targets. The flat order of arguments is that of
 ``jax.tree.flatten((state, batch))``, the flat order of results that of ``(new state, logs)`` or
 ``(new state, outputs)``.
 """
@@ -17,14 +18,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard_ilp.errors import AutoshardError, InputShapeError, UnsupportedModelError
 
 MODES = ("train", "predict")
 _BATCH_ROLES = (("inputs", "input"), ("targets", "target"), ("sample_weight", "sample_weight"))
-_ROLES = ("parameter", "non_trainable", "optimizer", "metric")
+_ROLES = {"trainable": "parameter", "non_trainable": "non_trainable", "optimizer": "optimizer", "metrics": "metric"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class TracedStep:
         aliases: flat result index -> flat argument index: the state that may be updated in place.
         model: the live or abstract Keras model.
         batch_size: global batch.
-        mode: "train" or "predict".
+        mode: "train", "evaluate" or "predict".
+        creation: flat argument index of every variable that the builder made, in order of creation; ``None`` for
+            variables that are not part of the state. Empty for a model that was passed in live.
         rebuild: builds the model once more, abstractly, and returns the variables behind ``state``; ``None`` for a
             model that was passed in live.
     """
@@ -87,6 +90,7 @@ class TracedStep:
     model: Any
     batch_size: int
     mode: str
+    creation: tuple[int | None, ...] = ()
     rebuild: Callable[[], tuple[list[Any], ...]] | None = None
 
 
@@ -134,21 +138,43 @@ def trace_model(
 
     with ki.no_distribution():
         if _is_model(model_or_builder):
-            model, rebuild = model_or_builder, None
+            model = model_or_builder
             batch, size, references = prepare(model)
-        else:
-            with ki.abstract_construction() as built:
-                model = _build(model_or_builder)
-                batch, size, references = prepare(model)
-            references = [*built.references, *references]
+            return _trace(model, mode, batch, size, references)
+        with ki.undisturbed(), ki.abstract_construction() as built:
+            model = _build(model_or_builder)
+            batch, size, references = prepare(model)
 
-            def rebuild() -> tuple[list[Any], ...]:
-                with ki.no_distribution(), ki.abstract_construction():
-                    again = _build(model_or_builder)
-                    prepare(again)
-                return ki.state_variables(again, mode)
+        def rebuild() -> tuple[list[Any], ...]:
+            with ki.no_distribution(), ki.undisturbed(), ki.abstract_construction():
+                again = _build(model_or_builder)
+                prepare(again)
+            return ki.state_variables(again, mode)
 
-        return _trace(model, mode, batch, size, references, rebuild)
+        traced = _trace(model, mode, batch, size, [*built.references, *references])
+        index = {id(v): i for i, v in enumerate(v for group in ki.state_variables(model, mode) for v in group)}
+        return replace(traced, creation=tuple(index.get(id(v)) for v in built.created), rebuild=rebuild)
+
+
+def trace_batch(model: Any, mode: str, batch: tuple[Any, ...]) -> TracedStep:
+    """Trace one step of a live, fully built model on a batch of exactly these shapes.
+
+    Args:
+        model: a Keras model that has been trained, planned or built before.
+        mode: "train", "evaluate" (loss and metrics) or "predict".
+        batch: what the model's step takes: a tuple of pytrees of ``jax.ShapeDtypeStruct``, absent parts ``None``.
+
+    Raises:
+        UnsupportedModelError: the step cannot be traced.
+    """
+    import jax
+
+    from autoshard_ilp import keras_integration as ki
+
+    leaves = jax.tree.leaves(batch)
+    size = leaves[0].shape[0] if leaves and leaves[0].shape else 1
+    with ki.no_distribution():
+        return _trace(model, mode, batch, size, ())
 
 
 def _is_model(candidate: Any) -> bool:
@@ -255,7 +281,6 @@ def _trace(
     batch: tuple[Any, ...],
     batch_size: int,
     references: Sequence[tuple[Any, Any]],
-    rebuild: Callable[[], tuple[list[Any], ...]] | None,
 ) -> TracedStep:
     import jax
 
@@ -263,7 +288,7 @@ def _trace(
 
     variables = ki.state_variables(model, mode)
     state = tuple([jax.ShapeDtypeStruct(tuple(v.shape), _variable_dtype(v)) for v in group] for group in variables)
-    fn = _train_function(model) if mode == "train" else _predict_function(model)
+    fn = {"train": _train_function, "evaluate": _evaluate_function, "predict": _predict_function}[mode](model)
     hint = "A step that trains with model.fit on JAX can be traced; try one step of fit on a small batch"
     hint += ", and give targets= if the derived ones are not what the loss takes." if mode == "train" else "."
     with _explained(model, f"traced (mode={mode!r})", hint):
@@ -282,7 +307,6 @@ def _trace(
         model=model,
         batch_size=batch_size,
         mode=mode,
-        rebuild=rebuild,
     )
 
 
@@ -298,6 +322,14 @@ def _train_function(model: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
         return tuple(list(group) for group in new_state), logs
 
     return train_step
+
+
+def _evaluate_function(model: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+    def test_step(state: Any, batch: Any) -> tuple[Any, Any]:
+        logs, new_state = model.test_step(tuple(state), batch)
+        return tuple(list(group) for group in new_state), logs
+
+    return test_step
 
 
 def _predict_function(model: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -325,9 +357,9 @@ def _arguments(
     if mode == "train":
         slots = ki.optimizer_slot_reference(model.optimizer, variables[0], references)
     found = []
-    for kind, group, specs in zip(_ROLES, variables, state, strict=False):
+    for kind, group, specs in zip(ki.GROUPS[mode], variables, state, strict=True):
         for i, (variable, spec) in enumerate(zip(group, specs, strict=True)):
-            role = "seed" if id(variable) in seeds or _is_seed(variable) else kind
+            role = "seed" if id(variable) in seeds or _is_seed(variable) else _ROLES[kind]
             # Parameters come first, so an index into them is a flat index.
             reference = slots[i] if kind == "optimizer" else None
             found.append(ArgumentInfo(unique(variable.path), role, tuple(spec.shape), str(spec.dtype), reference))

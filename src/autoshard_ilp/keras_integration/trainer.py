@@ -1,0 +1,115 @@
+"""Where Keras's trainer takes its step functions from, and how their state stays attached to the model.
+
+``fit``, ``evaluate``, ``predict`` and their ``_on_batch`` variants call ``model.make_<kind>_function()`` and then
+``model.<kind>_function(state, iterator)``. While they run, Keras detaches every variable's value (``_value = None``)
+and hands the arrays around as ``state``; an exception in between loses them. The functions installed here attach the
+current arrays again after every step and whenever something fails, so that the variables are always readable.
+
+Read against keras 3.15 (``backend/jax/trainer.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard_ilp.keras_integration.inspection import state_variables
+
+FUNCTIONS = {"train": "train_function", "evaluate": "test_function", "predict": "predict_function"}
+"""The attribute that holds a mode's compiled function."""
+
+_MAKERS = {"train": "make_train_function", "evaluate": "make_test_function", "predict": "make_predict_function"}
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def sync(model: Any) -> None:
+    """Attaches the state of an epoch that is under way (or was interrupted) to the variables."""
+    model.jax_state_sync()
+
+
+def attach(model: Any, mode: str, state: Sequence[Sequence[Any]]) -> None:
+    """Makes ``state`` the values of the variables, as they are: neither copied nor laid out again.
+
+    Keras then reads the variables again before the next step, instead of keeping a copy of its own.
+    """
+    for variables, values in zip(state_variables(model, mode), state, strict=True):
+        for variable, value in zip(variables, values, strict=True):
+            variable._value = value
+    model._jax_state_synced = True
+
+
+def reattach(model: Any, mode: str, state: Sequence[Sequence[Any]]) -> None:
+    """Gives detached variables their values back; arrays that a failed step has consumed are left out."""
+    for variables, values in zip(state_variables(model, mode), state, strict=True):
+        for variable, value in zip(variables, values, strict=True):
+            if variable._value is None and not value.is_deleted():
+                variable._value = value
+    model._jax_state_synced = True
+
+
+def runs_eagerly(model: Any) -> bool:
+    """Whether the user has asked for steps that are not compiled (``run_eagerly=True`` or ``jit_compile=False``)."""
+    return bool(model.run_eagerly or not model.jit_compile)
+
+
+def own_step(model: Any, mode: str) -> Step:
+    """The model's own step as ``(state, data) -> (logs or outputs, new state)``."""
+    if mode == "train":
+        return lambda state, data: model.train_step(state, data)
+    if mode == "evaluate":
+        return lambda state, data: model.test_step(state, data)
+
+    def predict(state: Any, data: Any) -> tuple[Any, Any]:
+        outputs, non_trainable = model.predict_step(state, data)
+        return outputs, (state[0], non_trainable)
+
+    return predict
+
+
+def install(model: Any, steps: dict[str, Step], check: Callable[[str], None]) -> None:
+    """Makes a model's trainer run ``steps`` instead of its own functions, also after another ``compile()``.
+
+    Args:
+        model: a Keras model; whatever was installed before is replaced.
+        steps: mode -> ``(state, data) -> (logs or outputs, new state)``.
+        check: called with the mode whenever a function is asked for, before the trainer takes the variables; raises
+            where the model can no longer run.
+    """
+    for mode, step in steps.items():
+        setattr(model, FUNCTIONS[mode], None)
+        setattr(model, _MAKERS[mode], _maker(model, mode, step, check))
+
+
+def installed(model: Any) -> bool:
+    """Whether :func:`install` was called for this model."""
+    return any(name in vars(model) for name in _MAKERS.values())
+
+
+def _maker(model: Any, mode: str, step: Step, check: Callable[[str], None]) -> Callable[..., None]:
+    attribute = FUNCTIONS[mode]
+
+    def guarded_step(state: Any, data: Any) -> tuple[Any, Any]:
+        out, new_state = step(state, data)
+        attach(model, mode, new_state)
+        return out, new_state
+
+    def make(force: bool = False) -> None:
+        sync(model)
+        check(mode)
+        current = getattr(model, attribute)
+        if current is not None and getattr(current, "made_for", None) == model.steps_per_execution and not force:
+            return
+        several = model._make_function(guarded_step, concatenate_outputs=mode == "predict")
+
+        def run(state: Any, iterator: Any) -> tuple[Any, Any]:
+            try:
+                return several(state, iterator)
+            except BaseException:  # also KeyboardInterrupt: the variables must not stay detached
+                reattach(model, mode, state)
+                raise
+
+        run.made_for = model.steps_per_execution  # type: ignore[attr-defined]
+        setattr(model, attribute, run)
+
+    return make
