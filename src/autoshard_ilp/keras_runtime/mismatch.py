@@ -54,7 +54,10 @@ def _optimizer_name(arguments: Sequence[Any]) -> str:
 
 def _optimizers(planned: Sequence[Any], found: Sequence[Any]) -> list[str]:
     before, after = _optimizer_name(planned), _optimizer_name(found)
-    return [] if before == after else [f"the optimizer is {after!r} instead of {before!r}"]
+    if before == after:
+        return []
+    counts = [len(_select(arguments, "optimizer")) for arguments in (found, planned)]
+    return [f"the optimizer is {after!r} instead of {before!r} ({counts[0]} optimizer variables instead of {counts[1]})"]
 
 
 def _moved(planned: Sequence[Any], found: Sequence[Any]) -> list[str]:
@@ -118,7 +121,7 @@ def _operations(planned: Any, graph: Any) -> list[str]:
             where = f" at {b.source}" if b.source else ""
             scope = f" in {b.scope!r}" if b.scope else ""
             what = a.primitive if a.primitive != b.primitive else f"{a.primitive} of {results_a}"
-            texts.append(f"its first different operation is {b.primitive}{scope}{where}, planned as {what}")
+            texts.append(f"it computes {b.primitive}{scope}{where} where {what} was planned")
             break
     return texts
 
