@@ -56,8 +56,8 @@ def _optimizers(planned: Sequence[Any], found: Sequence[Any]) -> list[str]:
     before, after = _optimizer_name(planned), _optimizer_name(found)
     if before == after:
         return []
-    counts = [len(_select(arguments, "optimizer")) for arguments in (found, planned)]
-    return [f"the optimizer is {after!r} instead of {before!r} ({counts[0]} optimizer variables instead of {counts[1]})"]
+    now, then = (len(_select(arguments, "optimizer")) for arguments in (found, planned))
+    return [f"the optimizer is {after!r} instead of {before!r} ({now} optimizer variables instead of {then})"]
 
 
 def _moved(planned: Sequence[Any], found: Sequence[Any]) -> list[str]:
