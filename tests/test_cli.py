@@ -17,7 +17,7 @@ from autoshard_ilp.cli import app, parse_pins
 from autoshard_ilp.console import FAULT
 from autoshard_ilp.errors import InputShapeError, PlanFileError
 from autoshard_ilp.plan import Plan
-from autoshard_ilp.summary import grouped, rows
+from autoshard_ilp.records import grouped, rows
 
 PLAN = ("plan", "cli_models:small", "--mesh", "data=2,model=4", "--batch-size", "16")
 

@@ -86,7 +86,7 @@ class Course:
 
     def by_layer(self) -> dict[str, dict[str, float]]:
         """Seconds by layer and kind; layers whose names differ in numbers only are one, written with ``*``."""
-        named = repeated_names({s.layer for s in self.segments})
+        named = repeated_names(dict.fromkeys(s.layer for s in self.segments))
         found: dict[str, dict[str, float]] = {}
         for s in self.segments:
             kinds = found.setdefault(named[s.layer], {})

@@ -329,13 +329,13 @@ class Plan:
 
     def rows(self) -> list[dict[str, Any]]:
         """One record per variable, input and output."""
-        from autoshard_ilp.summary import rows
+        from autoshard_ilp.records import rows
 
         return rows(self)
 
     def to_dataframe(self) -> Any:
         """:meth:`rows` as a ``pandas.DataFrame``."""
-        from autoshard_ilp.summary import dataframe
+        from autoshard_ilp.records import dataframe
 
         return dataframe(self)
 
@@ -346,7 +346,7 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        from autoshard_ilp.summary import html
+        from autoshard_ilp.plots.page import html
 
         return html(self)
 

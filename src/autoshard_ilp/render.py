@@ -13,7 +13,15 @@ GAP = 3
 """Columns between two cells of a table."""
 
 
-def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: int = 1, note: str = "") -> Any:
+def table(
+    title: str,
+    columns: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    *,
+    left: int = 1,
+    after: int = 0,
+    note: str = "",
+) -> Any:
     """A table without vertical lines.
 
     Args:
@@ -21,6 +29,7 @@ def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], *,
         columns: their headings.
         lines: cells.
         left: that many first columns are text, the others figures.
+        after: that many last columns are text as well.
         note: below the table.
     """
     from rich import box
@@ -30,10 +39,18 @@ def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], *,
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for position, name in enumerate(columns):
-        made.add_column(name, justify="left" if position < left else "right", overflow="fold")
+        made.add_column(name, justify="right" if left <= position < len(columns) - after else "left", overflow="fold")
     for cells in lines:
         made.add_row(*cells)
     return Group(Text(title, style="bold"), made, *([Text(note)] if note else []))  # a caption would wrap early
+
+
+def titled(title: str, lines: Iterable[str]) -> Any:
+    """Lines of characters that must not be wrapped or folded, under a title."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(Text(title, style="bold"), Text(""), *(Text(line, no_wrap=True, overflow="crop") for line in lines))
 
 
 def room(width: int, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> int:

@@ -1,0 +1,1 @@
+"""Looking at a plan: the notebook page (:mod:`~autoshard_ilp.plots.page`) and figures (:class:`Plots`)."""
