@@ -68,8 +68,8 @@ def _columns(course: Course, values: Sequence[int], width: int) -> list[int]:
         i = min(int(at / course.seconds * width + 1e-6), width - 1) if course.seconds else 0
         found[i] = max(found[i] or 0, value)
     result: list[int] = []
-    for value in found:
-        result.append(value if value is not None else (result[-1] if result else 0))
+    for stretch in found:
+        result.append(stretch if stretch is not None else (result[-1] if result else 0))
     return result
 
 

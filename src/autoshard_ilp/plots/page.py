@@ -109,7 +109,7 @@ def _layouts(plan: Any) -> str:
     found = records.layouts(plan)
     largest = max((r["bytes_per_device"] for r in found.rows), default=1) or 1
     lines, layer = [], None
-    inside_of = {}
+    inside_of: dict[str, int] = {}
     for r in found.rows:
         head, _, rest = r["path"].partition("/")
         inside_of[head] = inside_of.get(head, 0) + bool(rest)
