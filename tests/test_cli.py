@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import cli_models  # noqa: F401  # its folder is on the path under pytest
-from autoshard_ilp import api, cli, summary
+from autoshard_ilp import api, cli, records
 from autoshard_ilp.cli import app, parse_pins
 from autoshard_ilp.console import FAULT
 from autoshard_ilp.errors import InputShapeError, PlanFileError
@@ -294,7 +294,7 @@ def test_summaries_fit_and_hide_no_path(deep_plan, width):
 
 
 def test_long_tables_name_what_they_leave_out(deep_plan, monkeypatch):
-    monkeypatch.setattr(summary, "MAX_LAYOUTS", 1)
+    monkeypatch.setattr(records, "MAX_LAYOUTS", 1)
     hidden = re.search(r"(\d+) small variables are not shown", " ".join(deep_plan.summary().split()))
     assert hidden is not None
     assert int(hidden[1]) == len(rows(deep_plan)) - 12

@@ -30,7 +30,7 @@ def rows(plan: Any) -> list[dict[str, Any]]:
     state = {leaf.path for leaf in plan.arguments}
     found = []
     for leaf in [*plan.arguments, *(r for r in plan.results if r.path not in state)]:
-        held = local_bytes(leaf.shape, _itemsize(leaf.dtype), leaf.layout, plan.mesh.axis_sizes)
+        held = local_bytes(leaf.shape, itemsize(leaf.dtype), leaf.layout, plan.mesh.axis_sizes)
         found.append(
             {
                 "path": leaf.path,
@@ -53,7 +53,8 @@ def dataframe(plan: Any) -> Any:
     return pandas.DataFrame(rows(plan))
 
 
-def _itemsize(dtype: str) -> float:
+def itemsize(dtype: str) -> float:
+    """Bytes per element of a dtype given by name; 4-bit types count half a byte."""
     digits = re.search(r"(\d+)", dtype)
     if dtype == "bool" or digits is None:
         return 1
