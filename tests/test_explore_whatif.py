@@ -2,22 +2,12 @@
 
 import dataclasses
 
-import keras
 import pytest
 
 import autoshard_ilp as autoshard
 from autoshard_ilp import step as step_module
-
-MESH = {"data": 2, "model": 2}
-OPTIONS = {"hardware": "tpu-v5e", "batch_size": 512}
-
-
-def build():
-    inputs = keras.Input((1024,), name="features")
-    hidden = keras.layers.Dense(4096, activation="relu", name="wide")(inputs)
-    model = keras.Model(inputs, keras.layers.Dense(1024, name="last")(hidden))
-    model.compile(optimizer="sgd", loss="mse")
-    return model
+from explore_models import MESH, OPTIONS
+from explore_models import mlp as build
 
 
 def planned(**options):
