@@ -58,6 +58,11 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return jaxpr, ()
 
 
+def close_jaxpr(jaxpr: Any, constants: Sequence[Any]) -> Any:
+    """A closed jaxpr of an open one and its constants."""
+    return _core.ClosedJaxpr(jaxpr, list(constants))
+
+
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many of a scan's leading operands are constants of its body, and how many then are carried.
 

@@ -13,7 +13,7 @@ from autoshard_ilp.pins import Allowed, Pinned, path_shapes, resolve_pins
 from autoshard_ilp.plan import Plan, Trail, leaves
 from autoshard_ilp.program.model import SolverOptions
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.step import Step, graph_of, trace
+from autoshard_ilp.step import Step, check_trip_count, graph_of, loop_notes, trace
 from autoshard_ilp.units import format_bytes, parse_bytes
 
 ROLES = {
@@ -58,6 +58,7 @@ def optimize(
     solver: SolverOptions | None = None,
     remat: str = "auto",
     strict: bool = False,
+    while_trip_count: int | None = None,
     progress: Any = None,
 ) -> Plan:
     """Finds the fastest layout of every tensor of a Keras model's step within a memory budget, and proves it.
@@ -79,6 +80,7 @@ def optimize(
         remat: "never", "selective" or "full" (see :mod:`autoshard_ilp.remat`); "auto" takes the first of them that
             fits the budget.
         strict: an unknown primitive is an error instead of being kept whole.
+        while_trip_count: iterations that each while loop is priced at; None: what its own constants say, else one.
         progress: None: shown on a terminal or in a notebook; True, False, or a callable that receives dictionaries.
 
     Returns:
@@ -92,6 +94,7 @@ def optimize(
     """
     request = check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
     policies = remat_policies(remat, mode)
+    check_trip_count(while_trip_count)
     with Progress(progress).running() as shown:
         with shown.stage("trace"):
             options = {
@@ -103,10 +106,12 @@ def optimize(
                 "mode": mode,
             }
             traced = trace(model, request.mesh, **options)
-        return plan_traced(traced, request, shown, policies)
+        return plan_traced(traced, request, shown, policies, while_trip_count)
 
 
-def plan_traced(traced: Any, request: Request, progress: Progress, policies: Sequence[str]) -> Plan:
+def plan_traced(
+    traced: Any, request: Request, progress: Progress, policies: Sequence[str], while_trip_count: int | None = None
+) -> Plan:
     """Plans a Keras step under the first rematerialisation policy that fits.
 
     Raises:
@@ -115,7 +120,7 @@ def plan_traced(traced: Any, request: Request, progress: Progress, policies: Seq
     failures: list[Failure] = []
     for policy in policies:
         with progress.stage("graph"):
-            step = graph_of(traced, policy)
+            step = graph_of(traced, policy, while_trip_count)
         found = attempt(step, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
         if not isinstance(found, Failure):
             return with_history(found, policies, failures)
@@ -336,6 +341,7 @@ def assemble(
     origin: dict[str, Any],
 ) -> Plan:
     """The plan of a solution: layouts, cost, memory, proof."""
+    from autoshard_ilp.binding import signature_of
     from autoshard_ilp.course import course_of
     from autoshard_ilp.placement import place
     from autoshard_ilp.remat import recomputed_scopes
@@ -352,6 +358,7 @@ def assemble(
     notes: tuple[str, ...] = ()
     if any(len(c.members) > 1 for c in table.classes):
         notes = ("Repeated layers share one decision; optimality is proved for that problem.",)
+    notes += loop_notes(graph)
     return Plan(
         mesh=request.mesh,
         hardware=request.profile.name,
@@ -372,6 +379,7 @@ def assemble(
         notes=notes,
         course=course_of(built, table, choices),
         origin={**_recipe(request), **origin},
+        signature=signature_of(step),
         remat_policy=step.remat,
         remat=recomputed_scopes(graph),
         executable=step,
@@ -394,11 +402,16 @@ def _recipe(request: Request) -> dict[str, Any]:
 
 
 def load(path: Any, model: Any = None, **inputs: Any) -> Plan:
-    """Reads a plan file; with ``model`` (a Keras model or builder) the plan can run again.
+    """Reads a plan file; with ``model`` the plan can run again.
+
+    Args:
+        path: of the file.
+        model: a Keras model or builder; for a plan of :func:`autoshard_ilp.optimize_fn`, the function.
+        inputs: see :meth:`autoshard_ilp.plan.Plan.bind`.
 
     Raises:
         PlanFileError: the file is missing, damaged, foreign or newer.
-        PlanMismatchError: the plan was made for another model.
+        PlanMismatchError: the plan was made for another model or function; says what differs.
     """
     from autoshard_ilp.planfile import load as read
 

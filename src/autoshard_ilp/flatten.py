@@ -14,6 +14,7 @@ from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.graph import Graph, Op, Region, Tensor, assemble
 from autoshard_ilp.rewrites import REWRITTEN, rewrite
+from autoshard_ilp.trip_counts import as_integer, counted_loop
 
 _TRANSPOSED = re.compile(r"(?:^|[/(])transpose\(")
 _DIFFERENTIATED = re.compile(r"(?:^|[/(])jvp\(")
@@ -35,7 +36,7 @@ class _Context:
 class _Flattener:
     """Collects operations; one instance per graph."""
 
-    def __init__(self, while_trip_count: int) -> None:
+    def __init__(self, while_trip_count: int | None) -> None:
         self.ops: list[Op] = []
         self.stacks: list[str] = []  # per op: its whole name stack
         self.tensors: list[Tensor] = []
@@ -203,11 +204,30 @@ class _Flattener:
             outputs.append(ys)
         return outputs
 
+    def trips(self, params: Mapping[str, Any], inputs: Sequence[int]) -> tuple[int, str]:
+        """Iterations that a while loop is priced at, and where they come from."""
+        if self.while_trip_count is not None:
+            return self.while_trip_count, "declared"
+        found = counted_loop(params, [self.integer(t) for t in inputs])
+        if found is None:
+            return 1, "unknown"
+        return found.iterations, "exact" if found.exact else "bound"
+
+    def integer(self, tensor: int) -> int | None:
+        """The integer that a tensor is known to be while tracing, seen through conversions."""
+        while self.tensors[tensor].literal is None:
+            maker = next((op for op in reversed(self.ops) if tensor in op.outputs), None)
+            if maker is None or maker.primitive not in ("convert_element_type", "copy", "broadcast_in_dim"):
+                return None
+            tensor = maker.inputs[0]
+        return as_integer(self.tensors[tensor].literal)
+
     def while_loop(self, eqn: Any, inputs: list[int], ctx: _Context) -> list[int]:
         p = eqn.params
         n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
         jaxpr, values = compat.open_jaxpr(p["body_jaxpr"])
-        region, body = self.enter("while", eqn, ctx, self.while_trip_count)
+        trips, source = self.trips(p, inputs)
+        region, body = self.enter("while", eqn, ctx, trips, counted=source)
         captured = [self.invariant(c, region, ctx, eqn) for c in self.constants(jaxpr, values, ctx)]
         cond_consts = [self.invariant(t, region, ctx, eqn) for t in inputs[:n_cond]]
         body_consts = [self.invariant(t, region, ctx, eqn) for t in inputs[n_cond : n_cond + n_body]]
@@ -250,7 +270,7 @@ def flatten(
     argument_paths: tuple[str, ...],
     result_paths: tuple[str, ...],
     aliases: Mapping[int, int],
-    while_trip_count: int,
+    while_trip_count: int | None,
 ) -> Graph:
     """See :func:`autoshard_ilp.graph.build_graph`."""
     jaxpr, values = compat.open_jaxpr(closed_jaxpr)

@@ -54,7 +54,7 @@ def optimize_fn(
     objective: str = "step_time",
     solver: SolverOptions | None = None,
     strict: bool = False,
-    while_trip_count: int = 1,
+    while_trip_count: int | None = None,
     progress: Any = None,
 ) -> Plan:
     """Finds the fastest layout of every tensor of a JAX function within a memory budget, and proves it.
@@ -67,7 +67,8 @@ def optimize_fn(
             leading results that are like the leading arguments (same tree structure, shapes and dtypes) are taken as
             their new values: ``(params, opt_state, batch) -> (params, opt_state, loss)`` donates the first two. A
             function that returns its first argument's structure alone donates that, unless it is a single array.
-        while_trip_count: iterations that each ``jax.lax.while_loop`` is priced at; a scan's own count is known.
+        while_trip_count: iterations that each ``jax.lax.while_loop`` is priced at; None: what its own constants say (a
+            counter from, by and to known integers), else one. A scan's own count is known.
         pins: ``{regex on a path: PartitionSpec or tuple}``; paths are "args/<i>/<keys>" and "outputs/<keys>".
 
     Returns:
@@ -81,11 +82,10 @@ def optimize_fn(
     """
     from autoshard_ilp import api
     from autoshard_ilp.progress import Progress
-    from autoshard_ilp.step import step_of
+    from autoshard_ilp.step import check_trip_count, step_of
 
-    _check_function(fn, args)
-    if isinstance(while_trip_count, bool) or not isinstance(while_trip_count, int) or while_trip_count < 1:
-        raise InputShapeError(f"while_trip_count is a positive integer. Received: {while_trip_count!r}.")
+    check_function(fn, args)
+    check_trip_count(while_trip_count)
     request = api.check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
     with Progress(progress).running() as shown:
         with shown.stage("trace"):
@@ -100,7 +100,7 @@ def trace_function(fn: Callable[..., Any], args: tuple[Any, ...], donate_argnums
     """Traces a function once; see :func:`optimize_fn` for the arguments and errors."""
     import jax
 
-    _check_function(fn, args)
+    check_function(fn, args)
     specs = tuple(_specs(arg, f"args/{i}") for i, arg in enumerate(args))
     try:
         closed_jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*specs)
@@ -118,7 +118,8 @@ def trace_function(fn: Callable[..., Any], args: tuple[Any, ...], donate_argnums
     return TracedFunction(closed_jaxpr, specs, arguments, results, jax.tree.structure(out), aliases, donated)
 
 
-def _check_function(fn: Any, args: Any) -> None:
+def check_function(fn: Any, args: Any) -> None:
+    """Raises UnsupportedModelError or InputShapeError where ``fn(*args)`` is no call of a plain function."""
     keras = sys.modules.get("keras")  # a Keras model can only come from a Keras that is loaded
     if keras is not None and isinstance(fn, keras.Model):
         raise UnsupportedModelError(

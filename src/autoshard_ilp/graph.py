@@ -97,7 +97,8 @@ class Op:
 class Region:
     """A loop body, a conditional, or one of its branches. Fields hold op ids unless they say otherwise.
 
-    ``kind`` is "top", "scan", "while", "cond" (holds branches only) or "branch". ``params`` of a scan: reverse, unroll.
+    ``kind`` is "top", "scan", "while", "cond" (holds branches only) or "branch". ``params`` of a scan: reverse, unroll;
+    of a while: counted ("exact", "bound", "declared" or "unknown": where ``trip_count`` comes from).
     """
 
     id: int
@@ -223,7 +224,7 @@ def build_graph(
     argument_paths: Sequence[str],
     result_paths: Sequence[str],
     aliases: Mapping[int, int] | None = None,
-    while_trip_count: int = 1,
+    while_trip_count: int | None = None,
 ) -> Graph:
     """Flattens a closed jaxpr into a :class:`Graph`, without the operations that nothing needs.
 
@@ -232,7 +233,7 @@ def build_graph(
         argument_paths: a path per argument.
         result_paths: a path per result.
         aliases: result position -> position of the argument that it replaces (donated state).
-        while_trip_count: iterations assumed for a while loop, whose number is not known.
+        while_trip_count: iterations of every while loop; None: what its own constants say, else 1.
 
     Raises:
         InputShapeError: the number of paths is not the number of arguments or results, or an alias is out of range.

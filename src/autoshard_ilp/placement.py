@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +27,14 @@ class Placement:
         of_op: index into ``choices`` per op id.
         fingerprint: of the graph that the placement belongs to.
         via: (op id, operand index, layouts in between) of reshardings of several steps, in priced order.
+        primitives: how many operations of each kind that graph has, to say what differs in another one.
     """
 
     choices: tuple[Choice, ...]
     of_op: tuple[int, ...]
     fingerprint: str
     via: tuple[tuple[int, int, tuple[Layout, ...]], ...] = ()
+    primitives: tuple[tuple[str, int], ...] = ()
 
     def of(self, op_id: int) -> Choice:
         """Operand and result layouts of one operation."""
@@ -49,7 +52,8 @@ def place(table: CostTable, chosen: Sequence[int]) -> Placement:
         if op.primitive == "result" and strategy.results:  # shares the decision of the argument that it replaces
             choice = ((strategy.results[0],), ())
         of_op.append(names.setdefault(choice, len(names)))
-    return Placement(tuple(names), tuple(of_op), fingerprint(table.graph), _detours(table, chosen))
+    graph = table.graph
+    return Placement(tuple(names), tuple(of_op), fingerprint(graph), _detours(table, chosen), primitive_counts(graph))
 
 
 def _detours(table: CostTable, chosen: Sequence[int]) -> tuple[tuple[int, int, tuple[Layout, ...]], ...]:
@@ -68,6 +72,11 @@ def fingerprint(graph: Graph) -> str:
         shapes = [(graph.tensors[t].shape, graph.tensors[t].dtype) for t in op.outputs]
         digest.update(f"{op.primitive}{op.inputs}{shapes}{op.region}\n".encode())
     return digest.hexdigest()
+
+
+def primitive_counts(graph: Graph) -> tuple[tuple[str, int], ...]:
+    """How many operations of each primitive a graph has, by name."""
+    return tuple(sorted(Counter(op.primitive for op in graph.ops).items()))
 
 
 def decisions(graph: Graph, placement: Placement) -> Any:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
+from autoshard_ilp.calling import PlannedJit, check_layouts, check_structure, checked_leaves
 from autoshard_ilp.course import Course
 from autoshard_ilp.errors import PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.mesh import MeshSpec
-from autoshard_ilp.placement import Placement, decisions, fingerprint
+from autoshard_ilp.placement import Placement, decisions
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
 from autoshard_ilp.sharding import Layout, to_partition_spec
 from autoshard_ilp.step import Step
@@ -75,6 +74,8 @@ class Plan:
         notes: what the plan takes for granted, e.g. tied layers.
         course: what runs when in the predicted step, and what fills the memory meanwhile.
         origin: how the command line finds the model again (spec, batch_size, sequence_length).
+        signature: what to trace to run the plan again: structure of the arguments (of the batch, for Keras models) as
+            :mod:`autoshard_ilp.signature` writes it, and donated positions of a plain function.
     """
 
     mesh: MeshSpec
@@ -98,6 +99,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     course: Course = field(default_factory=Course)
     origin: Mapping[str, Any] = field(default_factory=dict)
+    signature: Mapping[str, Any] = field(default_factory=dict)
     executable: Step | None = field(default=None, repr=False)
     trail: Trail | None = field(default=None, repr=False)
 
@@ -169,29 +171,17 @@ class Plan:
         step = self._step()
         decided = decisions(step.graph, self.placement)
         run = planned_function(step.graph, decided, mesh, self.mesh.axis_names, marked=marked)
-        expected = jax.tree.structure(step.args)
 
         def planned_step(*args: Any) -> Any:
-            flat: Any
-            tree: Any
-            flat, tree = jax.tree.flatten(args)
-            if tree != expected:
-                raise PlanMismatchError(
-                    f"The planned step takes arguments of the structure it was planned for. Planned: {expected}. "
-                    f"Received: {tree}."
-                )
-            for leaf, value in zip(self.arguments, flat, strict=True):
-                if np.shape(value) != leaf.shape:
-                    raise PlanMismatchError(
-                        f"The planned step takes arguments of the shapes it was planned for. Received: {leaf.path!r} "
-                        f"of shape {np.shape(value)} instead of {leaf.shape}. Plan again for this shape."
-                    )
-            return jax.tree.unflatten(step.out_tree, run(*flat))
+            check_structure(args, step.args)
+            return jax.tree.unflatten(
+                step.out_tree, run(*checked_leaves(self.arguments, jax.tree.leaves(args), convert=True))
+            )
 
         return planned_step
 
-    def jit(self, mesh: Any = None, *, marked: bool = False) -> Any:
-        """``jax.jit`` of :attr:`step` with shardings and donation.
+    def jit(self, mesh: Any = None, *, marked: bool = False) -> PlannedJit:
+        """``jax.jit`` of :attr:`step` with shardings and donation; errors of its arguments are ours.
 
         Args:
             mesh: a ``jax.sharding.Mesh`` of the planned axes, for example of compile-only devices; None: the mesh's
@@ -205,8 +195,17 @@ class Plan:
 
         on = self._mesh(mesh)
         ins, outs = self._shardings(on)
+        step = self._step()
         run = self._function(on, marked)
-        return jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=self._step().donated)
+        jitted = jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=step.donated)
+
+        def check(args: Sequence[Any]) -> None:
+            check_structure(args, step.args)
+            values = jax.tree.leaves(args)
+            checked_leaves(self.arguments, values, convert=False)
+            check_layouts(self.arguments, values, jax.tree.leaves(ins))
+
+        return PlannedJit(jitted, check)
 
     def abstract_args(self, mesh: Any = None) -> tuple[Any, ...]:
         """The step's arguments as ``jax.ShapeDtypeStruct`` with shardings, for ``plan.jit().lower(...)``."""
@@ -250,37 +249,29 @@ class Plan:
         return model
 
     def bind(self, model: Any, **inputs: Any) -> Plan:
-        """This plan with the step of ``model`` (a Keras model or a builder), traced again.
+        """This plan with the step of ``model``, traced again; see :func:`autoshard_ilp.binding.bind`.
+
+        Args:
+            model: a Keras model or a builder; for a plan of :func:`autoshard_ilp.optimize_fn`, the function.
+            inputs: options of tracing that the plan does not remember: ``inputs``, ``targets``, ... of a model;
+                ``args`` of a function whose arguments are classes of its own.
 
         Raises:
-            PlanMismatchError: the model's step is not the one this plan was made for.
+            PlanMismatchError: the step is not the one this plan was made for; says what differs.
         """
-        from autoshard_ilp.step import trace_step
+        from autoshard_ilp.binding import bind
 
-        options = {"batch_size": self.batch_size, "mode": self.mode, "remat": self.remat_policy, **inputs}
-        step, _ = trace_step(model, self.mesh, **options)
-        self._check_same(step)
-        from dataclasses import replace
+        return bind(self, model, **inputs)
 
-        return replace(self, executable=step)
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that the plan makes run: mesh, step, layouts; not of names, costs or timings.
 
-    def _check_same(self, step: Step) -> None:
-        planned = [(x.shape, x.dtype) for x in self.arguments]
-        found = [(tuple(x.shape), x.dtype) for x in step.traced.arguments]
-        if fingerprint(step.graph) == self.placement.fingerprint and planned == found:
-            return
-        from autoshard_ilp.keras_runtime.mismatch import differences
+        Two processes that run plans of one fingerprint on the same variables run the same program.
+        """
+        from autoshard_ilp.binding import fingerprint
 
-        graph = self.executable.graph if self.executable is not None else None
-        what = differences(self.arguments, step.traced.arguments, graph, step.graph)
-        raise PlanMismatchError(
-            "A plan fits the model it was made for. Received: a model with the same variables whose step computes "
-            "something else (another loss, optimizer, dtype policy, or another version of Keras or JAX). "
-            "Plan again for this model."
-            if not what
-            else f"A plan fits the model it was made for. Received: a model that differs: {what}. Plan again for this "
-            "model, autoshard.optimize(model, mesh)."
-        )
+        return fingerprint(self)
 
     # -- checking and keeping ----------------------------------------------------------------------------------------
 

@@ -26,11 +26,31 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     text = json.dumps(to_dict(plan), separators=(",", ":"))
     try:
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, target)
+        write_whole(target, text.encode("utf-8"))
     except OSError as error:
         raise PlanFileError(f"A plan is saved to a file that can be written. Received: {target} ({error}).") from error
+
+
+def write_whole(target: Path, data: bytes) -> None:
+    """Writes a file so that a reader, or a crash at any moment, sees the whole old or the whole new content.
+
+    The content goes to a file beside it, is flushed to the disk, and takes the name in one step.
+    """
+    with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    if os.name == "posix":  # the renaming itself reaches the disk
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
@@ -87,6 +107,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         **{name: getattr(plan, name) for name in simple},
         "timings": dict(plan.timings),
         "origin": dict(plan.origin),
+        "signature": dict(plan.signature),
         "specs": {path: [list(e) if isinstance(e, tuple) else e for e in spec] for path, spec in plan.specs.items()},
         "arguments": [dataclasses.asdict(x) for x in plan.arguments],
         "results": [dataclasses.asdict(x) for x in plan.results],
@@ -129,6 +150,7 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         notes=tuple(data["notes"]),
         timings=dict(data["timings"]),
         origin=dict(data["origin"]),
+        signature=dict(data.get("signature", {})),
         arguments=tuple(leaf(x) for x in data["arguments"]),
         results=tuple(leaf(x) for x in data["results"]),
         cost=Cost(**data["cost"]),
@@ -140,6 +162,7 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
             tuple(stored["of_op"]),
             stored["fingerprint"],
             tuple((int(op), int(i), tuple(layout(lay) for lay in between)) for op, i, between in stored["via"]),
+            tuple((str(name), int(count)) for name, count in stored.get("primitives", ())),
         ),
     )
 

@@ -22,6 +22,7 @@ class Step:
         donated: positional arguments whose buffers the results take over.
         traced: the Keras trace, or None for a plain function.
         remat: rematerialisation policy that the graph was rewritten under.
+        while_trip_count: as asked for; None: every while loop's own.
     """
 
     graph: Graph
@@ -30,6 +31,7 @@ class Step:
     donated: tuple[int, ...]
     traced: Any = None
     remat: str = "never"
+    while_trip_count: int | None = None
 
 
 @collector_paused()
@@ -57,9 +59,36 @@ def trace_step(model: Any, mesh: MeshSpec, **options: Any) -> tuple[Step, Any]:
     return graph_of(traced, remat), traced
 
 
-def graph_of(traced: Any, remat: str = "never") -> Step:
+def graph_of(traced: Any, remat: str = "never", while_trip_count: int | None = None) -> Step:
     """The graph of a Keras step, hubs inserted."""
-    return step_of(traced, (traced.state, traced.batch), (0,), traced, remat)
+    return step_of(traced, (traced.state, traced.batch), (0,), traced, remat, while_trip_count)
+
+
+def check_trip_count(while_trip_count: Any) -> int | None:
+    """``while_trip_count`` as it may be: None or a positive integer; else InputShapeError."""
+    if while_trip_count is None:
+        return None
+    if isinstance(while_trip_count, bool) or not isinstance(while_trip_count, int) or while_trip_count < 1:
+        raise InputShapeError(f"while_trip_count is a positive integer. Received: {while_trip_count!r}.")
+    return while_trip_count
+
+
+def loop_notes(graph: Graph) -> tuple[str, ...]:
+    """What a plan says about while loops whose number of iterations is not certain."""
+    loops = [r for r in graph.regions if r.kind == "while" and r.condition is not None]
+    notes = []
+    unknown = [r for r in loops if r.params.get("counted") == "unknown"]
+    if unknown:
+        notes.append(
+            f"{len(unknown)} while loop(s) whose number of iterations is not known are priced at one; "
+            "while_trip_count= says how many."
+        )
+    bounds = sorted({r.trip_count for r in loops if r.params.get("counted") == "bound"})
+    if bounds:
+        notes.append(
+            f"While loops that may stop early are priced at their most: {', '.join(map(str, bounds))} iterations."
+        )
+    return tuple(notes)
 
 
 @collector_paused()
@@ -69,7 +98,7 @@ def step_of(
     donated: tuple[int, ...],
     traced: Any = None,
     remat: str = "never",
-    while_trip_count: int = 1,
+    while_trip_count: int | None = None,
 ) -> Step:
     """The graph of any traced step, hubs inserted.
 
@@ -79,7 +108,7 @@ def step_of(
         donated: positional arguments whose buffers the results take over.
         traced: the Keras trace, or None for a plain function.
         remat: rematerialisation policy.
-        while_trip_count: iterations that each ``while_loop`` is priced at; its own count is not known.
+        while_trip_count: iterations that each ``while_loop`` is priced at; None: what its constants say, else 1.
     """
     from autoshard_ilp.graph import build_graph, insert_hubs
     from autoshard_ilp.remat import rematerialise
@@ -91,4 +120,6 @@ def step_of(
         aliases=infos.aliases,
         while_trip_count=while_trip_count,
     )
-    return Step(insert_hubs(rematerialise(graph, remat)), args, infos.out_tree, donated, traced, remat)
+    return Step(
+        insert_hubs(rematerialise(graph, remat)), args, infos.out_tree, donated, traced, remat, while_trip_count
+    )

@@ -136,9 +136,10 @@ def _again(plan: Plan, known: _Attempt | None, policy: str, request: Any, progre
 
     facts = Known()
     if known is None:
-        traced = plan.executable.traced  # type: ignore[union-attr]
+        assert plan.executable is not None
+        traced = plan.executable.traced
         with progress.stage("graph"):
-            step = graph_of(traced, policy)
+            step = graph_of(traced, policy, plan.executable.while_trip_count)
         problem = reprice(step, traced, request, progress)
     else:
         problem = adapted(known.problem, request, progress)

@@ -1,0 +1,80 @@
+"""The structure of a step's arguments as plain data, so that a plan read from a file knows what to trace again.
+
+Dictionaries with string keys, lists, tuples and None are kept exactly. Any other container (a named tuple, a dataclass,
+a state of Flax) is a class of the user's program, which a file without code cannot hold: :func:`encode` then gives
+None, and the caller has to bring the arguments along.
+
+A leaf is written ``{"shape": [32, 64], "dtype": "float32"}``, with ``"weak": true`` for Python scalars; a container as
+``{"dict": {...}}``, ``{"list": [...]}``, ``{"tuple": [...]}`` or ``null``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class _NotPlain(Exception):
+    """A container that plain data cannot name."""
+
+
+def encode(tree: Any) -> dict[str, Any] | None:
+    """A pytree of arrays or ``jax.ShapeDtypeStruct`` as plain data; None where it holds other containers."""
+    try:
+        return {"tree": _encode(tree)}
+    except _NotPlain:
+        return None
+
+
+def decode(data: Mapping[str, Any]) -> Any:
+    """The pytree of ``jax.ShapeDtypeStruct`` that :func:`encode` described.
+
+    Raises:
+        KeyError, TypeError, ValueError: damaged data.
+    """
+    return _decode(data["tree"])
+
+
+def _encode(tree: Any) -> Any:
+    import jax
+
+    if tree is None:
+        return None
+    if type(tree) is dict:
+        if not all(isinstance(key, str) for key in tree):
+            raise _NotPlain
+        return {"dict": {key: _encode(tree[key]) for key in tree}}
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: [_encode(part) for part in tree]}
+    if not jax.tree_util.all_leaves([tree]) or not hasattr(tree, "shape") or not hasattr(tree, "dtype"):
+        raise _NotPlain
+    leaf = {"shape": [int(n) for n in tree.shape], "dtype": str(tree.dtype)}
+    return {**leaf, "weak": True} if getattr(tree, "weak_type", False) else leaf
+
+
+def _decode(data: Any) -> Any:
+    import jax
+
+    if data is None:
+        return None
+    if "dict" in data:
+        return {str(key): _decode(part) for key, part in data["dict"].items()}
+    if "list" in data:
+        return [_decode(part) for part in data["list"]]
+    if "tuple" in data:
+        return tuple(_decode(part) for part in data["tuple"])
+    shape = tuple(int(n) for n in data["shape"])
+    return jax.ShapeDtypeStruct(shape, _dtype(data["dtype"]), weak_type=bool(data.get("weak", False)))
+
+
+def _dtype(name: str) -> Any:
+    """The dtype of a name; those of typed random keys ("key<fry>") are made by their implementation."""
+    import jax
+
+    if not name.startswith("key<"):
+        return jax.numpy.dtype(name)
+    for implementation in ("threefry2x32", "rbg", "unsafe_rbg"):
+        dtype = jax.eval_shape(lambda key=implementation: jax.random.key(0, impl=key)).dtype
+        if str(dtype) == name:
+            return dtype
+    raise ValueError(f"unknown random key {name!r}")
