@@ -73,8 +73,8 @@ def check_structure(args: Sequence[Any], expected: Sequence[Any]) -> None:
 
     if len(args) != len(expected):
         raise PlanMismatchError(
-            f"The planned step takes {len(expected)} positional arguments. Received: {len(args)}. plan.abstract_args() "
-            "shows them."
+            "The planned step takes arguments of the structure it was planned for. Planned: "
+            f"{len(expected)} positional arguments. Received: {len(args)}. plan.abstract_args() shows them."
         )
     for position, (arg, want) in enumerate(zip(args, expected, strict=True)):
         found: Any = jax.tree.structure(arg)
