@@ -209,13 +209,15 @@ def test_another_model_is_told_apart(model_plan: autoshard.Plan, tmp_path: Any) 
         model.compile(optimizer=optimizer, loss=loss)
         return model
 
+    model_plan.save(tmp_path / "plan.json")
+    stored = autoshard.load(tmp_path / "plan.json")
     for options, said in (
-        ({"optimizer": "sgd"}, "variables and inputs"),
+        ({"optimizer": "sgd"}, "'sgd' instead of 'adam'"),
         ({"loss": "mae"}, "1 abs"),
         ({"activation": "tanh"}, "1 tanh"),
     ):
         with pytest.raises(autoshard.PlanMismatchError) as caught:
-            model_plan.bind(lambda options=options: changed(**options))
+            stored.bind(lambda options=options: changed(**options))
         assert said in str(caught.value), str(caught.value)
 
 
