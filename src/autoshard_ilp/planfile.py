@@ -150,7 +150,7 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         notes=tuple(data["notes"]),
         timings=dict(data["timings"]),
         origin=dict(data["origin"]),
-        signature=dict(data.get("signature", {})),
+        signature=dict(data["signature"]),
         arguments=tuple(leaf(x) for x in data["arguments"]),
         results=tuple(leaf(x) for x in data["results"]),
         cost=Cost(**data["cost"]),
@@ -162,7 +162,7 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
             tuple(stored["of_op"]),
             stored["fingerprint"],
             tuple((int(op), int(i), tuple(layout(lay) for lay in between)) for op, i, between in stored["via"]),
-            tuple((str(name), int(count)) for name, count in stored.get("primitives", ())),
+            tuple((str(name), int(count)) for name, count in stored["primitives"]),
         ),
     )
 
