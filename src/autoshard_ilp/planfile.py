@@ -156,7 +156,7 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         cost=Cost(**data["cost"]),
         collectives=tuple(_collective(x) for x in data["collectives"]),
         memory=Memory(**memory),
-        course=course.from_dict(data["course"]) if data.get("course") else course.Course(),
+        course=course.from_dict(data["course"]) if data["course"] else course.Course(),
         placement=Placement(
             choices,
             tuple(stored["of_op"]),

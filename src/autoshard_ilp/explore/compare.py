@@ -225,13 +225,13 @@ def _spec(plan: Plan, leaf: Any) -> Any:
 
 
 def _difference(plan: Plan, other: Plan, name: str, pairs: Pairs) -> TensorDifference:
-    from autoshard_ilp.summary import _itemsize
+    from autoshard_ilp.records import itemsize
 
     leaf, twin = pairs[0]
     paths = tuple(a.path for a, _ in pairs)
 
     def held(p: Plan, leaves: Sequence[Any]) -> int:
-        return sum(local_bytes(x.shape, _itemsize(x.dtype), x.layout, p.mesh.axis_sizes) for x in leaves)
+        return sum(local_bytes(x.shape, itemsize(x.dtype), x.layout, p.mesh.axis_sizes) for x in leaves)
 
     def moved(p: Plan, names: Sequence[str]) -> float:
         return sum(c.seconds * c.count for c in p.collectives if c.tensor in names)
