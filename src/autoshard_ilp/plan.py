@@ -330,6 +330,20 @@ class Plan:
 
         return dataframe(self)
 
+    @cached_property
+    def plot(self) -> Any:
+        """Figures: ``.memory()``, ``.communication()``, ``.timeline()``, ``.mesh(path)``, ``.graph(layer)``; see
+        :class:`autoshard_ilp.plots.Plots`."""
+        from autoshard_ilp.plots import Plots
+
+        return Plots(self)
+
+    def to_perfetto(self, path: Any) -> None:
+        """Writes the predicted step as a trace for https://ui.perfetto.dev; see :mod:`autoshard_ilp.plots.perfetto`."""
+        from autoshard_ilp.plots.perfetto import write
+
+        write(self, path)
+
     def __repr__(self) -> str:
         return (
             f"Plan({self.status}, {self.mode} step on {self.mesh} of {self.hardware}: "

@@ -46,5 +46,5 @@ def shard(index: int, count: int) -> str:
     import colorsys
 
     hue = (0.58 + index / max(count, 1)) % 1.0
-    red, green, blue = colorsys.hls_to_rgb(hue, 0.58 if index % 2 else 0.48, 0.5)
+    red, green, blue = colorsys.hls_to_rgb(hue, 0.53 if index % 2 else 0.43, 0.5)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
