@@ -7,8 +7,8 @@ although its rule shards it (:mod:`autoshard_ilp.rules.local`) runs device by de
 
 Gather once or gather again: XLA merges two equal all-gathers of one weight and so keeps the gathered copy alive from
 the forward to the backward pass. A hub that must gather again therefore first ties the *sharded* value to a value that
-exists only in the backward pass (an incoming gradient), with one ``optimization_barrier`` over both. The constraint on
-the barrier's result keeps it sharded: else propagation would move the gather in front of the barrier.
+exists only in the backward pass (:mod:`autoshard_ilp.ties`). The constraint on the tied value keeps it sharded: else
+propagation would move the gather in front of the tie. What is recomputed is tied alike.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard_ilp import _jax_compat as compat
+from autoshard_ilp import ties
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import Graph, Op, Region
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
@@ -150,32 +151,15 @@ class _Plan:
         return jax.lax.with_sharding_constraint(value, self.shardings[key])
 
     def anchor(self, op: Op) -> int | None:
-        """The latest gradient that is known before ``op`` runs, in its region: the deepest backward tensor so far.
-
-        Depth, not program order, says what depends on the loss: a transposed weight in the backward pass does not.
-        """
+        """The gradient that the backward pass has reached before ``op`` may run (:func:`ties.anchors`)."""
         if self._latest is None:
-            self._latest = _latest_gradients(self.graph)
+            self._latest = ties.anchors(self.graph)
         return self._latest.get(op.id)
 
-
-def _latest_gradients(graph: Graph) -> dict[int, int]:
-    """Per hub and recompute op, the deepest tensor that the backward pass has made before it."""
-    depth = [0] * len(graph.tensors)
-    deepest: dict[int, int] = {}  # region -> tensor
-    found: dict[int, int] = {}
-    for op in graph.ops:
-        here = 1 + max((depth[t] for t in op.inputs), default=0)
-        for t in op.outputs:
-            depth[t] = here
-        if op.primitive in ("hub", "recompute"):
-            if op.region in deepest:
-                found[op.id] = deepest[op.region]
-        elif op.phase == "backward" and op.outputs and not op.params.get("recomputed"):
-            best = deepest.get(op.region)
-            if graph.tensors[op.outputs[0]].shape and (best is None or here > depth[best]):
-                deepest[op.region] = op.outputs[0]
-    return found
+    def sharding(self, tensor: int) -> NamedSharding | None:
+        """The decided layout of a tensor where it is produced, as JAX writes it."""
+        layout, rank = self.layout(tensor), len(self.graph.tensors[tensor].shape)
+        return None if layout is None else NamedSharding(self.mesh, to_partition_spec(layout, rank, self.axis_names))
 
 
 class _Frame:
@@ -185,6 +169,7 @@ class _Frame:
         self.parent = parent
         self.values: dict[int, Any] = {}
         self.copies: dict[tuple[int, Layout], Any] = {}
+        self.ties: dict[int, Any] = {}  # anchor -> scalar that is known once the anchor is
 
     def get(self, tensor: int) -> Any:
         frame: _Frame | None = self
@@ -345,8 +330,13 @@ class _Run:
         anchor = plan.anchor(op)
         if anchor is None:
             return value
-        value, other = jax.lax.optimization_barrier((value, frame.get(anchor)))
-        frame.values[anchor] = plan.constrain(other, anchor, plan.layout(anchor))
+        gradient, at = frame.get(anchor), plan.sharding(anchor)
+        if at is not None and ties.is_even(at, gradient.shape) and ties.can_tie(op, value):
+            if anchor not in frame.ties:
+                frame.ties[anchor] = ties.never(gradient, at.spec, plan.mesh)
+            value = ties.tied(value, frame.ties[anchor])
+        else:
+            value, frame.values[anchor] = jax.lax.optimization_barrier((value, gradient))
         return plan.constrain(value, tensor, plan.layout(tensor))
 
     # -- regions

@@ -2,9 +2,9 @@
 
 A rewrite of the graph, before hubs: every forward tensor that the backward pass needs and that is not *saved* is
 computed again, from saved tensors and arguments, right before its first use. What the copies read first passes a
-``recompute`` identity, which :mod:`autoshard_ilp.apply` turns into an ``optimization_barrier`` tied to the backward
-pass, so that XLA cannot merge the copy with the original. Copies are ordinary operations: their compute, collectives
-and memory are priced like any other's.
+``recompute`` identity, which :mod:`autoshard_ilp.apply` ties to the backward pass (:mod:`autoshard_ilp.ties`), so that
+XLA can neither merge the copy with the original nor run it early. Copies are ordinary operations: their compute,
+collectives and memory are priced like any other's.
 
 Two policies (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, gives the principle):
 
@@ -108,6 +108,10 @@ def _narrow_places(width: np.ndarray) -> list[int]:
     ]
 
 
+_ARITHMETIC = frozenset({"float", "bfloat", "int", "uint", "bool"})
+"""Dtypes (without their size) that a select takes."""
+
+
 class _Rewriter:
     """Builds the new order of operations; new ids start after the old ones."""
 
@@ -118,7 +122,8 @@ class _Rewriter:
         self.next_op = len(graph.ops)
         self.order: list[Op] = []
         self.copies: dict[int, int] = {}  # tensor -> its recomputed copy
-        self.barred: dict[int, int] = {}  # tensor -> the same behind a barrier
+        self.barred: dict[int, int] = {}  # tensor -> the same behind a ``recompute``
+        self.waiting: set[int] = set()  # tensors that cannot exist before the backward pass
 
     def run(self) -> Graph:
         for op in self.graph.ops:
@@ -154,39 +159,49 @@ class _Rewriter:
         return self.copies[tensor]
 
     def place_copy(self, op: Op, user: Op) -> None:
-        inputs = tuple(self.copies[t] if self.is_dropped(t) else self.behind_barrier(t, user) for t in op.inputs)
+        """Places a copy of ``op``. It waits for the backward pass if one of its operands does; one is enough."""
+        inputs = [self.copies[t] if self.is_dropped(t) else t for t in op.inputs]
+        if not any(t in self.waiting for t in inputs):
+            fit = [i for i, t in enumerate(inputs) if self.can_wait(t)]
+            if fit:  # the smallest: what is read by a matrix product is written once more when it has to wait
+                i = min(fit, key=lambda i: (self.tensors[inputs[i]].bytes, i))
+                inputs[i] = self.behind_barrier(inputs[i], user)
         outputs = tuple(self.new_tensor(t) for t in op.outputs)
+        if any(t in self.waiting for t in inputs):
+            self.waiting.update(outputs)
         params = {**op.params, "recomputed": True}
         self.order.append(
-            replace(op, id=self.new_id(), inputs=inputs, outputs=outputs, phase="backward", params=params)
+            replace(op, id=self.new_id(), inputs=tuple(inputs), outputs=outputs, phase="backward", params=params)
         )
         self.copies.update(zip(op.outputs, outputs, strict=True))
 
+    def can_wait(self, tensor: int) -> bool:
+        """Whether a ``recompute`` may stand behind a tensor: not behind literals and typed random keys."""
+        t = self.tensors[tensor]
+        return t.literal is None and t.dtype.rstrip("0123456789_") in _ARITHMETIC
+
     def behind_barrier(self, tensor: int, user: Op) -> int:
         """A kept tensor as the backward pass reads it: not to be merged with what the forward pass reads."""
-        t = self.graph.tensors[tensor]
-        if t.producer is None or t.literal is not None:
-            return tensor
         if tensor not in self.barred:
             out = self.new_tensor(tensor)
-            maker = self.graph.ops[t.producer]
             self.order.append(
                 Op(
                     id=self.new_id(),
                     primitive="recompute",
                     inputs=(tensor,),
                     outputs=(out,),
-                    scope=maker.scope,
+                    scope=user.scope,
                     phase="backward",
                     name_stack=user.name_stack,
                 )
             )
             self.barred[tensor] = out
+            self.waiting.add(out)
         return self.barred[tensor]
 
     def new_tensor(self, like: int) -> int:
         number = len(self.tensors)
-        self.tensors[number] = replace(self.graph.tensors[like], id=number)
+        self.tensors[number] = replace(self.tensors[like], id=number)
         return number
 
     def new_id(self) -> int:

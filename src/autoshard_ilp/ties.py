@@ -1,0 +1,99 @@
+"""Work that must not start before the backward pass reaches it: gathering a weight again, recomputing an activation.
+
+XLA merges equal operations, and it runs what is ready as early as it likes. ``optimization_barrier`` keeps two copies
+apart, but XLA:GPU and XLA:CPU drop barriers before they schedule, so a copy meant for the backward pass may run in the
+forward pass and hold its memory all the way. A *data dependency* survives every pass of every compiler: the value is
+replaced by ``select(never, 0, value)``, where ``never`` is computed from one element of a gradient that exists only in
+the backward pass. ``(g != g) and (g == g)`` is false for every g, NaN and infinities included, so the value is bit for
+bit the same; no compiler folds it, since neither half is a constant in floating-point arithmetic.
+
+Each device looks at the first element of its own part of the gradient, so nothing is sent. The select is elementwise:
+XLA fuses it into what reads the value, and it costs no memory traffic of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard_ilp import _jax_compat as compat
+from autoshard_ilp.costs.memory import analyse
+from autoshard_ilp.graph import Graph, Op
+
+MIN_ELEMENTS = 128
+"""A gradient of fewer elements is no anchor: it may be a sum that is known long before the layer's backward pass."""
+
+
+def anchors(graph: Graph) -> dict[int, int]:
+    """Per hub and recompute op, the gradient that the backward pass has reached when the op may run, if there is one.
+
+    It is the deepest tensor that the backward pass has written to memory before the op, in the op's own region. Depth,
+    not program order, says what depends on the loss: a transposed weight in the backward pass does not. A gradient
+    that only an update reads is passed over where another is at hand, since its collective need not have ended.
+    """
+    depth = [0] * len(graph.tensors)
+    constant = [t.literal is not None for t in graph.tensors]
+    stored = analyse(graph).stored
+    deepest: dict[int, tuple[tuple[bool, int], int]] = {}  # region -> (rank of the candidate, tensor)
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        here = 1 + max((depth[t] for t in op.inputs), default=0)
+        known = op.primitive == "constant" or (op.primitive != "argument" and all(constant[t] for t in op.inputs))
+        for t in op.outputs:
+            depth[t], constant[t] = here, known
+        if op.primitive in ("hub", "recompute"):
+            if op.region in deepest:
+                found[op.id] = deepest[op.region][1]
+        elif op.phase == "backward" and op.outputs and not op.params.get("recomputed"):
+            t = op.outputs[0]
+            if stored[t] and not constant[t] and _may_anchor(graph, t):
+                rank = (any(graph.ops[c].phase == "backward" for c, _ in graph.tensors[t].consumers), here)
+                if op.region not in deepest or rank > deepest[op.region][0]:
+                    deepest[op.region] = (rank, t)
+    return found
+
+
+def _may_anchor(graph: Graph, tensor: int) -> bool:
+    t = graph.tensors[tensor]
+    return t.dtype.startswith(("float", "bfloat")) and math.prod(t.shape) >= MIN_ELEMENTS
+
+
+def never(gradient: Any, spec: PartitionSpec, mesh: Any) -> Any:
+    """A boolean scalar that is always false but is known only once ``gradient`` is.
+
+    Args:
+        gradient: a floating-point array of rank 1 or more, laid out as ``spec`` says, every dimension divisible.
+        spec: its layout.
+        mesh: ``jax.sharding.Mesh`` or ``AbstractMesh``.
+    """
+
+    def one_device(part: Any) -> Any:
+        first = part[(0,) * part.ndim]
+        return (first != first) & (first == first)
+
+    look = jax.shard_map(one_device, mesh=mesh, in_specs=(spec,), out_specs=PartitionSpec(), check_vma=False)
+    return look(gradient)
+
+
+def tied(value: Any, unavailable: Any) -> Any:
+    """``value``, bit for bit, but not before the scalar ``unavailable`` (of :func:`never`) is known."""
+    return jnp.where(unavailable, jnp.zeros((), value.dtype), value)
+
+
+def can_tie(op: Op, value: Any) -> bool:
+    """Whether a value can pass a select: typed random keys cannot."""
+    return not compat.is_key_dtype(getattr(value, "dtype", None))
+
+
+def is_even(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether every device holds an equal part."""
+    sizes = sharding.mesh.shape
+    for n, names in zip(shape, sharding.spec, strict=False):
+        parts = () if names is None else (names,) if isinstance(names, str) else names
+        if n % math.prod(sizes[name] for name in parts):
+            return False
+    return True
