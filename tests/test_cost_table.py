@@ -14,7 +14,7 @@ from autoshard_ilp.check import check_graph
 from autoshard_ilp.costs.fold import fold
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.graph import build_graph, insert_hubs
-from autoshard_ilp.remat import recomputed_scopes, rematerialise
+from autoshard_ilp.remat import recomputed_layers, rematerialise
 from profiles_for_tests import toy
 
 MESH = {"data": 2, "model": 4}
@@ -229,7 +229,7 @@ def test_rematerialised_graph_computes_the_same_with_less_memory(policy):
 def test_never_changes_nothing():
     graph = _graph(jax.value_and_grad(_loss), _params(2), X)
     assert rematerialise(graph, "never") is graph
-    assert recomputed_scopes(graph) == ()
+    assert recomputed_layers(graph) == ()
 
 
 def test_a_budget_below_the_activations_recomputes_them():

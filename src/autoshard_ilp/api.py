@@ -13,8 +13,10 @@ from autoshard_ilp.pins import Allowed, Pinned, path_shapes, resolve_pins
 from autoshard_ilp.plan import Plan, Trail, leaves
 from autoshard_ilp.program.model import SolverOptions
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.rematsearch import search
 from autoshard_ilp.step import Step, check_trip_count, graph_of, loop_notes, trace
 from autoshard_ilp.units import format_bytes, parse_bytes
+from autoshard_ilp.verified import target_of, until_it_fits
 
 ROLES = {
     "parameter": "parameters",
@@ -59,6 +61,8 @@ def optimize(
     remat: str = "auto",
     strict: bool = False,
     while_trip_count: int | None = None,
+    verify: bool = False,
+    target: str | None = None,
     progress: Any = None,
 ) -> Plan:
     """Finds the fastest layout of every tensor of a Keras model's step within a memory budget, and proves it.
@@ -77,10 +81,13 @@ def optimize(
         pins: ``{regex on a path: PartitionSpec or tuple}``, always honoured or named as the conflict.
         objective: "step_time" or "communication".
         solver: time limit, gap, seed, ...
-        remat: "never", "selective" or "full" (see :mod:`autoshard_ilp.remat`); "auto" takes the first of them that
-            fits the budget.
+        remat: "auto": as many layers as the budget asks for recompute their activations, ``plan.remat`` names them
+            (:mod:`autoshard_ilp.rematsearch`); "never"; or "selective", "full", "full:6" (:mod:`autoshard_ilp.remat`).
         strict: an unknown primitive is an error instead of being kept whole.
         while_trip_count: iterations that each while loop is priced at; None: what its own constants say, else one.
+        verify: compile the plan, and plan again with the measured correction while the compiled peak memory exceeds
+            the budget (:mod:`autoshard_ilp.verified`); ``plan.notes`` has the outcome.
+        target: what ``verify`` compiles for, such as "tpu-v5e:4x4"; None: the mesh's devices, or the hardware's name.
         progress: None: shown on a terminal or in a notebook; True, False, or a callable that receives dictionaries.
 
     Returns:
@@ -106,26 +113,36 @@ def optimize(
                 "mode": mode,
             }
             traced = trace(model, request.mesh, **options)
-        return plan_traced(traced, request, shown, policies, while_trip_count)
+        plan = plan_traced(traced, request, shown, policies, while_trip_count)
+        if not verify and target is None:
+            return plan
+        return until_it_fits(
+            plan,
+            request.capacity,
+            lambda c: plan_traced(traced, replace(request, capacity=c), shown, policies, while_trip_count),
+            lambda: target or target_of(request.mesh, request.profile, request.physical_shape),
+            shown,
+        )
 
 
 def plan_traced(
     traced: Any, request: Request, progress: Progress, policies: Sequence[str], while_trip_count: int | None = None
 ) -> Plan:
-    """Plans a Keras step under the first rematerialisation policy that fits.
+    """Plans a Keras step; where several rematerialisation policies may be tried, with as little of it as fits.
 
     Raises:
         InfeasibleError: none of them fits.
     """
-    failures: list[Failure] = []
-    for policy in policies:
+
+    def tried(policy: str) -> Plan | Failure:
         with progress.stage("graph"):
             step = graph_of(traced, policy, while_trip_count)
-        found = attempt(step, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
-        if not isinstance(found, Failure):
-            return with_history(found, policies, failures)
-        failures.append(found)
-    raise infeasible(failures, request)
+        return attempt(step, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
+
+    found = search(policies, tried, lambda failed: failed.step.blocks, request.solver.time_limit)
+    if found.plan is None:
+        raise infeasible(found.failures, request)
+    return with_history(found.plan, policies, found.failures)
 
 
 def with_history(plan: Plan, policies: Sequence[str], failures: Sequence[Failure]) -> Plan:
@@ -162,13 +179,10 @@ def check_request(
 
 def remat_policies(remat: str, mode: str) -> tuple[str, ...]:
     """Rematerialisation policies to try, in order."""
-    from autoshard_ilp.remat import POLICIES
+    from autoshard_ilp.remat import POLICIES, parse_policy
 
-    if remat not in ("auto", *POLICIES):
-        raise InputShapeError(f"remat is one of {('auto', *POLICIES)}. Received: {remat!r}.")
-    if mode != "train":
-        return ("never",)
-    return POLICIES if remat == "auto" else (remat,)
+    policies = POLICIES if remat == "auto" else (str(parse_policy(remat)),)
+    return policies if mode == "train" else ("never",)
 
 
 def _profile(hardware: Any, mesh: MeshSpec) -> tuple[Any, str | None]:
@@ -344,7 +358,7 @@ def assemble(
     from autoshard_ilp.binding import signature_of
     from autoshard_ilp.course import course_of
     from autoshard_ilp.placement import place
-    from autoshard_ilp.remat import recomputed_scopes
+    from autoshard_ilp.remat import recomputed_layers
     from autoshard_ilp.report import peak_memory, planned_collectives, total_cost
 
     graph, choices = step.graph, solution.choices
@@ -381,7 +395,7 @@ def assemble(
         origin={**_recipe(request), **origin},
         signature=signature_of(step),
         remat_policy=step.remat,
-        remat=recomputed_scopes(graph),
+        remat=recomputed_layers(graph),
         executable=step,
         trail=Trail(
             getattr(infos, "closed_jaxpr", None), graph, table, built.program, built, solution, infos, request, request

@@ -12,18 +12,62 @@ Two policies (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016
 ``selective``  saves the results of matrix products without batch dimensions and of convolutions as well; attention
                scores and elementwise chains are recomputed (Korthikanti et al., "Reducing Activation Recomputation in
                Large Transformer Models", 2022).
+
+The narrow places cut the forward pass into *blocks* (half a transformer layer each, say), and each block has its own
+policy: ``"full:6"`` recomputes the first six and keeps the others, with ``"full:6+selective"`` selectively.
+The first blocks are the ones to recompute: the activations of an earlier block are alive for longer, from before those
+of a later one are made until after they are freed, so dropping the earlier of two equal blocks relieves every moment
+that dropping the later one does. How many, :mod:`autoshard_ilp.rematsearch` decides.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.graph import Graph, Op, Tensor, assemble
 
 POLICIES = ("never", "selective", "full")
 """From the fastest to the smallest."""
+
+_TEXT = re.compile(r"(never|selective|full)(?::(\d+)(?:\+(selective))?)?")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is recomputed: ``first`` in the first ``blocks`` blocks of the forward pass (None: all), then ``rest``."""
+
+    first: str
+    blocks: int | None = None
+    rest: str = "never"
+
+    def __str__(self) -> str:
+        if self.blocks is None:
+            return self.first
+        return f"{self.first}:{self.blocks}" + ("" if self.rest == "never" else f"+{self.rest}")
+
+    def of(self, block: int) -> str:
+        """The policy of one block."""
+        return self.first if self.blocks is None or block < self.blocks else self.rest
+
+
+def parse_policy(text: str) -> Policy:
+    """Reads "never", "selective", "full", "full:6" or "full:6+selective".
+
+    Raises:
+        InputShapeError: anything else.
+    """
+    match = _TEXT.fullmatch(text) if isinstance(text, str) else None
+    if match is None or (match[2] and match[1] == "never") or (match[3] and match[1] != "full"):
+        raise InputShapeError(
+            "remat is one of ('auto', 'never', 'selective', 'full'), or a policy for the first blocks of the forward "
+            f"pass, such as 'full:6' or 'full:6+selective'. Received: {text!r}."
+        )
+    return Policy(match[1], None if match[2] is None else int(match[2]), match[3] or "never")
+
 
 NARROW_OPS = 12
 """A dip is a minimum of the forward pass's width among this many operations on either side."""
@@ -35,16 +79,31 @@ NARROW_RATIO = 1.05
 
 
 def rematerialise(graph: Graph, policy: str) -> Graph:
-    """The graph with activations recomputed under ``policy``; the same graph under "never"."""
-    if policy == "never":
+    """The graph with activations recomputed under ``policy`` (see :func:`parse_policy`); the same under "never"."""
+    chosen = parse_policy(policy)
+    if chosen.first == "never" or (chosen.blocks == 0 and chosen.rest == "never"):
         return graph
-    saved = _saved(graph, policy)
-    return _Rewriter(graph, saved).run()
+    return _Rewriter(graph, _saved(graph, chosen)).run()
 
 
-def recomputed_scopes(graph: Graph) -> tuple[str, ...]:
-    """Layer paths whose activations are recomputed in a rewritten graph."""
-    return tuple(dict.fromkeys(op.scope for op in graph.ops if op.params.get("recomputed") and op.scope))
+def recomputed_layers(graph: Graph) -> tuple[str, ...]:
+    """Layers with activations that are recomputed in a rewritten graph: paths up to the first numbered name."""
+    scopes = (op.scope for op in graph.ops if op.params.get("recomputed") and op.scope)
+    return tuple(dict.fromkeys(_layer(scope) for scope in scopes))
+
+
+def _layer(scope: str) -> str:
+    """``backbone/transformer_layer_3/attention/query`` -> ``backbone/transformer_layer_3``."""
+    parts = scope.split("/")
+    for i, part in enumerate(parts):
+        if re.search(r"_\d+$", part):
+            return "/".join(parts[: i + 1])
+    return scope
+
+
+def number_of_blocks(graph: Graph) -> int:
+    """Blocks into which the narrow places cut the forward pass of a graph that recomputes nothing yet."""
+    return len(_Width(graph).cuts) + 1
 
 
 def _is_forward(op: Op) -> bool:
@@ -58,40 +117,51 @@ def _copyable(graph: Graph, op: Op) -> bool:
     return not op.primitive.startswith(("loop_", "branch_", "while")) and all(r == 0 for r in inside)
 
 
-def _saved(graph: Graph, policy: str) -> set[int]:
+def _saved(graph: Graph, policy: Policy) -> set[int]:
     """Forward tensors that are kept for the backward pass."""
-    saved = _narrow_tensors(graph)
-    if policy == "selective":
-        for op in graph.ops:
-            if not _is_forward(op):
-                continue
-            product = op.primitive == "dot_general" and not op.params["dimension_numbers"][1][0]
-            if product or op.primitive == "conv_general_dilated":
-                saved.update(op.outputs)
+    width = _Width(graph)
+    saved = width.narrow_tensors()
+    for op in graph.ops:
+        if not _is_forward(op):
+            continue
+        chosen = policy.of(width.block(op))
+        product = op.primitive == "dot_general" and not op.params["dimension_numbers"][1][0]
+        dear = product or op.primitive == "conv_general_dilated"
+        if chosen == "never" or (chosen == "selective" and dear):
+            saved.update(op.outputs)
     return saved
 
 
-def _narrow_tensors(graph: Graph) -> set[int]:
-    """Tensors alive at the narrow places of the forward pass, counting forward consumers only."""
-    forward = [op for op in graph.ops if _is_forward(op) and op.primitive not in ("argument", "constant", "result")]
-    place = {op.id: i for i, op in enumerate(forward)}
-    width = np.zeros(len(forward) + 1)
-    spans: list[tuple[int, int, int]] = []
-    for op in forward:
-        for t in op.outputs:
-            uses = [place[c] for c, _ in graph.tensors[t].consumers if c in place]
-            if uses and max(uses) > place[op.id]:
-                spans.append((t, place[op.id] + 1, max(uses)))
-                width[place[op.id] + 1] += graph.tensors[t].bytes
-                width[max(uses) + 1 if max(uses) + 1 < len(width) else -1] -= graph.tensors[t].bytes
-    width = np.cumsum(width)[: len(forward)]
-    cuts = _narrow_places(width)
-    kept = set()
-    for t, start, end in spans:
-        inside = np.searchsorted(cuts, start)
-        if inside < len(cuts) and cuts[inside] <= end:
-            kept.add(t)
-    return kept
+class _Width:
+    """How many bytes are alive at each place of the forward pass, counting forward consumers only."""
+
+    def __init__(self, graph: Graph) -> None:
+        skipped = ("argument", "constant", "result")
+        forward = [op for op in graph.ops if _is_forward(op) and op.primitive not in skipped]
+        self.place = {op.id: i for i, op in enumerate(forward)}
+        width = np.zeros(len(forward) + 1)
+        self.spans: list[tuple[int, int, int]] = []  # tensor, first and last place
+        for op in forward:
+            for t in op.outputs:
+                uses = [self.place[c] for c, _ in graph.tensors[t].consumers if c in self.place]
+                if uses and max(uses) > self.place[op.id]:
+                    self.spans.append((t, self.place[op.id] + 1, max(uses)))
+                    width[self.place[op.id] + 1] += graph.tensors[t].bytes
+                    width[max(uses) + 1 if max(uses) + 1 < len(width) else -1] -= graph.tensors[t].bytes
+        self.cuts = _narrow_places(np.cumsum(width)[: len(forward)])
+
+    def narrow_tensors(self) -> set[int]:
+        """Tensors alive at a cut."""
+        kept = set()
+        for t, start, end in self.spans:
+            inside = np.searchsorted(self.cuts, start)
+            if inside < len(self.cuts) and self.cuts[inside] <= end:
+                kept.add(t)
+        return kept
+
+    def block(self, op: Op) -> int:
+        """Number of cuts before an operation."""
+        return int(np.searchsorted(self.cuts, self.place.get(op.id, 0), side="right"))
 
 
 def _narrow_places(width: np.ndarray) -> list[int]:

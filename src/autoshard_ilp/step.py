@@ -23,6 +23,7 @@ class Step:
         traced: the Keras trace, or None for a plain function.
         remat: rematerialisation policy that the graph was rewritten under.
         while_trip_count: as asked for; None: every while loop's own.
+        blocks: parts of the forward pass that may recompute, each by a policy of its own.
     """
 
     graph: Graph
@@ -32,6 +33,7 @@ class Step:
     traced: Any = None
     remat: str = "never"
     while_trip_count: int | None = None
+    blocks: int = 1
 
 
 @collector_paused()
@@ -111,7 +113,7 @@ def step_of(
         while_trip_count: iterations that each ``while_loop`` is priced at; None: what its constants say, else 1.
     """
     from autoshard_ilp.graph import build_graph, insert_hubs
-    from autoshard_ilp.remat import rematerialise
+    from autoshard_ilp.remat import number_of_blocks, rematerialise
 
     graph = build_graph(
         infos.closed_jaxpr,
@@ -120,6 +122,6 @@ def step_of(
         aliases=infos.aliases,
         while_trip_count=while_trip_count,
     )
-    return Step(
-        insert_hubs(rematerialise(graph, remat)), args, infos.out_tree, donated, traced, remat, while_trip_count
-    )
+    blocks = number_of_blocks(graph)
+    planned = insert_hubs(rematerialise(graph, remat))
+    return Step(planned, args, infos.out_tree, donated, traced, remat, while_trip_count, blocks)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard_ilp import _jax_compat as compat
-from autoshard_ilp.costs.memory import analyse
+from autoshard_ilp.costs.memory import VIEWS, analyse
 from autoshard_ilp.graph import Graph, Op
 
 MIN_ELEMENTS = 128
@@ -38,6 +38,7 @@ def anchors(graph: Graph) -> dict[int, int]:
     depth = [0] * len(graph.tensors)
     constant = [t.literal is not None for t in graph.tensors]
     stored = analyse(graph).stored
+    read_later = _read_in_backward(graph)
     deepest: dict[int, tuple[tuple[bool, int], int]] = {}  # region -> (rank of the candidate, tensor)
     found: dict[int, int] = {}
     for op in graph.ops:
@@ -51,10 +52,20 @@ def anchors(graph: Graph) -> dict[int, int]:
         elif op.phase == "backward" and op.outputs and not op.params.get("recomputed"):
             t = op.outputs[0]
             if stored[t] and not constant[t] and _may_anchor(graph, t):
-                rank = (any(graph.ops[c].phase == "backward" for c, _ in graph.tensors[t].consumers), here)
+                rank = (read_later[t], here)
                 if op.region not in deepest or rank > deepest[op.region][0]:
                     deepest[op.region] = (rank, t)
     return found
+
+
+def _read_in_backward(graph: Graph) -> list[bool]:
+    """Whether an operation of the backward pass computes something from a tensor, or from a view of it."""
+    read = [False] * len(graph.tensors)
+    for op in reversed(graph.ops):
+        if op.phase == "backward" and (op.primitive not in VIEWS or any(read[t] for t in op.outputs)):
+            for t in op.inputs:
+                read[t] = True
+    return read
 
 
 def _may_anchor(graph: Graph, tensor: int) -> bool:

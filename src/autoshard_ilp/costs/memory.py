@@ -3,8 +3,8 @@
 XLA does not materialise everything: views (reshape, transpose folded into its consumer) share their operand's buffer,
 and chains of elementwise operations are fused, so that only what leaves the fusion is written. The rules here follow
 XLA's instruction fusion in outline: a fusible operation is recomputed inside each consumer when that is cheap, and
-written once when several consumers need an expensive one, or when a consumer (matrix product, convolution, gather,
-sort, a result of the step) cannot fuse it.
+written once when several kernels need an expensive one, or one that takes more bytes to compute than it has (a
+residual sum), or when a consumer (matrix product, convolution, gather, sort, a result of the step) cannot fuse it.
 
 Time is program order, except that parameter updates run as soon as their operands are known: every XLA scheduler that
 minimises memory does so, since an update frees a gradient.
@@ -12,12 +12,12 @@ minimises memory does so, since an update frees a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op
 
 VIEWS = frozenset(
     """
@@ -46,6 +46,9 @@ UNFUSIBLE = frozenset(
     """.split()  # noqa: SIM905
 )
 """Operations that read their operands from memory and write their result to memory."""
+
+MAX_LEAVES = 8
+"""Buffers counted behind a fused tensor: enough to tell that reading them takes longer than reading the tensor."""
 
 REDUCTIONS = ("reduce_", "argm")
 
@@ -77,6 +80,12 @@ class Buffers:
 def fusible(op: Op) -> bool:
     """Whether XLA may compute the operation inside its consumer."""
     return op.primitive not in UNFUSIBLE and not op.primitive.startswith(REDUCTIONS)
+
+
+def is_computed_inside(op: Op, tensor: int, buffers: Buffers) -> bool:
+    """Whether a result is computed element by element inside a fusion, and not written."""
+    free = op.primitive in VIEWS or op.primitive in PSEUDO_OPERATIONS or op.primitive in ("iota", "broadcast_in_dim")
+    return not free and fusible(op) and not buffers.stored[tensor]
 
 
 def analyse(graph: Graph) -> Buffers:
@@ -133,11 +142,65 @@ def _roots(graph: Graph) -> np.ndarray:
 
 def _stored(graph: Graph, root: np.ndarray) -> np.ndarray:
     """Whether each tensor is written to memory (see the module docstring)."""
+    readers = _readers(graph, root)
+    stored = _needs_buffer(graph, root, readers)
+    several = _read_by_several_kernels(graph, root, stored, readers)
+    leaves = _bytes_behind(graph, root, stored | several)
+    sizes = np.array([t.bytes for t in graph.tensors])
+    return stored | (several & (leaves > sizes))
+
+
+def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
+    """Operations that read each tensor, directly or through views."""
     readers: list[list[Op]] = [[] for _ in graph.tensors]
     for op in graph.ops:
         if op.primitive not in VIEWS:
             for t in op.inputs:
                 readers[root[t]].append(op)
+    return readers
+
+
+def _read_by_several_kernels(
+    graph: Graph, root: np.ndarray, stored: np.ndarray, readers: Sequence[Sequence[Op]]
+) -> np.ndarray:
+    """Fusible tensors without a buffer that end up in two or more kernels."""
+    donated = _written_in_place(graph, root)
+    found = np.zeros(len(graph.tensors), bool)
+    sinks: list[frozenset[int]] = [frozenset()] * len(graph.tensors)  # kernels, two at most: (op id), or ~(tensor id)
+    for op in reversed(graph.ops):
+        if op.primitive in VIEWS:
+            continue
+        for t in op.outputs:
+            kernels: set[int] = set()
+            for reader in readers[t]:
+                if not fusible(reader):
+                    kernels.add(reader.id)
+                for out in reader.outputs if fusible(reader) else ():
+                    kernels |= {~out} if stored[out] or found[out] else sinks[out]
+            sinks[t] = frozenset(list(kernels)[:2])
+            found[t] = len(kernels) > 1 and fusible(op) and bool(op.inputs) and t not in donated and not stored[t]
+    return found
+
+
+def _bytes_behind(graph: Graph, root: np.ndarray, stored: np.ndarray) -> np.ndarray:
+    """Bytes of the buffers that a kernel reads to compute each tensor anew; many buffers count as their first ones."""
+    behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
+    total = np.zeros(len(graph.tensors))
+    for op in graph.ops:
+        read: set[int] = set()
+        for t in op.inputs:
+            base = int(root[t])
+            if graph.tensors[base].literal is None:
+                read |= {base} if stored[base] else behind[base]
+        mine = frozenset(sorted(read)[:MAX_LEAVES])
+        for t in op.outputs:
+            behind[t] = mine
+            total[t] = sum(graph.tensors[i].bytes for i in mine)
+    return total
+
+
+def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]]) -> np.ndarray:
+    """Tensors that their producer or one of their readers cannot fuse, or that nobody computes twice."""
     stored = np.zeros(len(graph.tensors), bool)
     costly = np.zeros(len(graph.tensors), bool)
     donated = _written_in_place(graph, root)

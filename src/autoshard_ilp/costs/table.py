@@ -15,7 +15,7 @@ import numpy as np
 
 from autoshard_ilp.costs import compute
 from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold
-from autoshard_ilp.costs.memory import Buffers, analyse
+from autoshard_ilp.costs.memory import Buffers, analyse, is_computed_inside
 from autoshard_ilp.costs.reshard import CollectiveSeconds, ReshardTables
 from autoshard_ilp.deferral import Deferral, deferrals
 from autoshard_ilp.graph import Graph, Op
@@ -215,6 +215,7 @@ def _price(
             if (buffers.stored[t.id] and op.primitive not in BOUNDARY) or _is_batch(op)
         ),
         ins[0].dtype if ins else (outs[0].dtype if outs else "float32"),
+        tuple((j, t.shape, t.itemsize) for j, t in enumerate(outs) if is_computed_inside(op, t.id, buffers)),
     )
     kinds = tuple((n, f.size, f.kind, f.combine) for n, f in rule.factors.items())
     shapes = tuple((t.shape, t.itemsize) for t in (*ins, *outs))

@@ -1,0 +1,140 @@
+"""Recomputation by layer: the texts of policies, what they save, and how many layers are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import keras
+import pytest
+from keras import layers
+
+import autoshard_ilp as autoshard
+from autoshard_ilp.errors import InputShapeError
+from autoshard_ilp.plan import Plan
+from autoshard_ilp.remat import POLICIES, Policy, parse_policy
+from autoshard_ilp.rematsearch import search
+from profiles_for_tests import toy
+
+MESH = {"data": 8}
+DEPTH = 6
+
+
+@pytest.mark.parametrize("text", ["never", "selective", "full", "full:3", "selective:2", "full:4+selective"])
+def test_policies_are_read_as_they_are_written(text: str) -> None:
+    assert str(parse_policy(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "some", "never:2", "full:", "full:-1", "selective:2+full", "full:1+never", 3])
+def test_other_policies_are_refused(text: Any) -> None:
+    with pytest.raises(InputShapeError, match="remat is one of"):
+        parse_policy(text)
+
+
+def test_the_first_blocks_follow_the_first_policy() -> None:
+    assert [Policy("full", 2, "selective").of(i) for i in range(4)] == ["full", "full", "selective", "selective"]
+    assert {Policy("full").of(i) for i in range(9)} == {"full"}
+
+
+def residual() -> keras.Model:
+    x = inputs = keras.Input((128,), name="x")
+    for i in range(DEPTH):
+        h = layers.Dense(512, activation="gelu", name=f"up_{i}")(layers.LayerNormalization(name=f"norm_{i}")(x))
+        x = layers.Add(name=f"add_{i}")([x, layers.Dense(128, name=f"down_{i}")(h)])
+    model = keras.Model(inputs, layers.Dense(8, name="head")(x))
+    model.compile(optimizer="sgd", loss="mse")
+    return model
+
+
+OPTIONS: dict[str, Any] = {
+    "hardware": toy(),
+    "batch_size": 4096,
+    "progress": False,
+    "pins": {"inputs|targets": "data"},
+    "solver": autoshard.SolverOptions(time_limit=120, relative_gap=0.01),
+}
+
+
+def test_a_model_that_nearly_fits_recomputes_some_layers_and_the_first_ones() -> None:
+    kept = autoshard.optimize(residual, MESH, remat="never", **OPTIONS)
+    assert kept.remat == () and kept.remat_policy == "never"
+    every = autoshard.optimize(residual, MESH, remat="full", **OPTIONS)
+    budget = (3 * kept.memory.peak_bytes + every.memory.peak_bytes) // 4
+    some = autoshard.optimize(residual, MESH, budget, **OPTIONS)
+    assert some.memory.peak_bytes <= budget < kept.memory.peak_bytes
+    assert kept.cost.total_s < some.cost.total_s < every.cost.total_s
+    assert kept.cost.flops < some.cost.flops <= every.cost.flops or "selective" in some.remat_policy
+    numbers = sorted({int(path.rpartition("_")[2]) for path in some.remat if path.startswith("up_")})
+    assert numbers and numbers == list(range(len(numbers))) and len(numbers) < DEPTH, some.remat
+    assert any("blocks fit, fewer do not fit" in note for note in some.notes)
+    with pytest.raises(autoshard.InfeasibleError):
+        autoshard.optimize(residual, MESH, budget, remat="never", **OPTIONS)
+
+
+# -- the search, without a planner
+
+
+@dataclass(frozen=True)
+class _Cost:
+    total_s: float
+
+
+@dataclass
+class _Planner:
+    """Blocks of one byte each: a policy fits when what it keeps is at most ``room``."""
+
+    n_blocks: int
+    room: float
+    plan: Plan
+    seconds: dict[str, float] = field(default_factory=lambda: {"never": 0.0, "selective": 1.0, "full": 3.0})
+    kept: dict[str, float] = field(default_factory=lambda: {"never": 1.0, "selective": 0.5, "full": 0.1})
+    asked: list[str] = field(default_factory=list)
+
+    def __call__(self, text: str) -> Any:
+        self.asked.append(text)
+        policy = parse_policy(text)
+        chosen = [policy.of(i) for i in range(self.n_blocks)]
+        if sum(self.kept[p] for p in chosen) > self.room:
+            return text
+        return replace(self.plan, remat_policy=text, cost=_Cost(sum(self.seconds[p] for p in chosen)))
+
+
+@pytest.fixture(scope="module")
+def any_plan() -> Plan:
+    build = lambda: keras.Sequential([keras.Input((8,)), layers.Dense(8)])  # noqa: E731
+    return autoshard.optimize(build, MESH, hardware=toy(), mode="predict", batch_size=8, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("room", "policy"),
+    [
+        (16, "never"),
+        (15.9, "selective:1"),
+        (12, "selective:8"),
+        (8, "selective"),
+        (7.9, "full:1+selective"),
+        (1.7, "full"),
+    ],
+)
+def test_the_fewest_blocks_that_fit_are_recomputed(room: float, policy: str, any_plan: Plan) -> None:
+    planner = _Planner(16, room, any_plan)
+    found = search(POLICIES, planner, lambda failed: 16, 100.0)
+    assert found.plan is not None and found.plan.remat_policy == policy
+    assert len(planner.asked) <= 3 + 4, "bisection"
+
+
+def test_nothing_fits(any_plan: Plan) -> None:
+    found = search(POLICIES, _Planner(4, 0.1, any_plan), lambda failed: 4, 100.0)
+    assert found.plan is None and found.failures == ["never", "selective", "full"]
+
+
+def test_one_policy_is_taken_as_it_is(any_plan: Plan) -> None:
+    planner = _Planner(4, 100, any_plan)
+    found = search(("full",), planner, lambda failed: 4, 100.0)
+    assert found.plan is not None and found.plan.remat_policy == "full" and planner.asked == ["full"]
+
+
+def test_the_search_ends_with_its_time(any_plan: Plan) -> None:
+    ticks = iter(range(100))
+    found = search(POLICIES, _Planner(1024, 1000.0, any_plan), lambda failed: 1024, 1.5, lambda: float(next(ticks)))
+    assert found.plan is not None and any("was not tried in time" in note for note in found.plan.notes)

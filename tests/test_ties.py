@@ -1,0 +1,117 @@
+"""What belongs to the backward pass stays there in the compiled program: on CPU, and on GPU without one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autoshard_ilp.apply import Decisions, planned_function
+from autoshard_ilp.graph import build_graph, insert_hubs
+from autoshard_ilp.remat import rematerialise
+from autoshard_ilp.ties import anchors, is_even, never, tied
+from autoshard_ilp.verify import compile_only_mesh, parse_target
+from compiled import needs_cuda
+
+ROWS, WIDTH, LAYERS = 8192, 256, 6
+
+
+def loss(params: Any, x: Any) -> Any:
+    for up, down in params:
+        x = x + jnp.tanh(jax.nn.gelu(x @ up) @ down)
+    return jnp.sum(x**2)
+
+
+def step(params: Any, x: Any) -> Any:
+    return jax.value_and_grad(loss)(params, x)
+
+
+def shapes() -> Any:
+    weights = [
+        (jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), "float32"), jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), "float32"))
+    ]
+    return weights * LAYERS, jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+
+
+def graph_of(policy: str) -> Any:
+    jaxpr = jax.make_jaxpr(step)(*shapes())
+    n_results = len(jaxpr.jaxpr.outvars)
+    paths = [f"w{i}" for i in range(2 * LAYERS)] + ["x"]
+    graph = build_graph(jaxpr, argument_paths=paths, result_paths=[f"r{i}" for i in range(n_results)])
+    return insert_hubs(rematerialise(graph, policy))
+
+
+def compiled(policy: str, mesh: Mesh, options: dict[str, Any]) -> Any:
+    """The step, batch sharded over the mesh, under a policy."""
+    graph = graph_of(policy)
+    layouts = {}
+    for op in graph.ops:
+        for j, t in enumerate(op.outputs):
+            shape = graph.tensors[t].shape
+            layouts[op.id, j] = (0,) if shape[:1] == (ROWS,) else (-1,)
+    run = planned_function(graph, Decisions(results=layouts), mesh, ("data",))
+    rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    jitted = jax.jit(run, in_shardings=(*[whole] * (2 * LAYERS), rows))
+    return jitted.lower(*jax.tree.leaves(shapes())).compile(compiler_options=options)
+
+
+def meshes() -> list[Any]:
+    return [
+        pytest.param("cpu", {}, id="cpu"),
+        pytest.param("h100:8", {"xla_gpu_autotune_level": 0}, id="gpu", marks=needs_cuda),
+    ]
+
+
+@pytest.mark.parametrize(("target", "options"), meshes())
+def test_recomputed_activations_are_not_held(target: str, options: dict[str, Any]) -> None:
+    """Kept: nine arrays per layer or so of a device's share of the batch. Recomputed: those of about one layer."""
+    if target == "cpu":
+        mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    else:
+        mesh = compile_only_mesh(parse_target(target), ("data",), (8,))
+    held = {p: compiled(p, mesh, options).memory_analysis().temp_size_in_bytes for p in ("never", "full")}
+    layer = ROWS // 8 * (4 * WIDTH) * 4  # one activation of the wide layer, bytes per device
+    assert held["never"] - held["full"] > (LAYERS - 2) * layer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool"])
+def test_a_tie_changes_no_bit_and_outlives_the_compiler(dtype: str) -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+
+    def run(value: Any, gradient: Any) -> Any:
+        return tied(value, never(gradient, spec, mesh))
+
+    value = jnp.asarray(np.random.default_rng(0).integers(0, 2, (4, 8)), dtype)
+    for g in (0.0, 1.5, np.nan, np.inf):
+        gradient = jnp.full((4, 2), g, "float32")
+        got = jax.jit(run, in_shardings=(None, NamedSharding(mesh, spec)))(value, gradient)
+        assert got.dtype == value.dtype
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(value))
+    text = jax.jit(run, in_shardings=(None, NamedSharding(mesh, spec))).lower(value, gradient).compile().as_text()
+    assert re.search(r"\bselect\(", text), "the dependency was folded away"
+    assert not re.search(r"all-(gather|reduce)|collective-permute", text), "a tie sends nothing"
+
+
+def test_anchors_are_gradients_of_the_layer_above() -> None:
+    graph = graph_of("full")
+    found = anchors(graph)
+    waiting = [op for op in graph.ops if op.primitive == "recompute"]
+    assert len(waiting) >= LAYERS - 1
+    tied_to = {found[op.id] for op in waiting if op.id in found}
+    assert len(tied_to) >= LAYERS - 1, "every layer waits for its own gradient"
+    for t in tied_to:
+        producer = graph.ops[graph.tensors[t].producer]
+        assert producer.phase == "backward" and not producer.params.get("recomputed")
+        assert graph.tensors[t].shape[0] == ROWS, "the gradient of an activation, not one that waits for a collective"
+
+
+def test_only_even_layouts_are_looked_at_device_by_device() -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(AxisType.Auto,))
+    assert is_even(NamedSharding(mesh, PartitionSpec("data")), (8, 3))
+    assert not is_even(NamedSharding(mesh, PartitionSpec(None, "data")), (8, 3))
