@@ -69,7 +69,7 @@ def test_a_plan_too_large_is_made_again_until_it_fits(small: Plan, compiled: Any
     plan, asked, _ = loop(small, 1000, compiled)
     assert asked and asked == sorted(asked, reverse=True)
     assert compiled(plan.memory.peak_bytes) <= 1000
-    assert "fits the budget of 1000 B" in plan.notes[-1] and plan.notes[-1].count("compiled") == len(asked) + 1
+    assert "fits the budget of 1.0 kB (1000 B)" in plan.notes[-1] and plan.notes[-1].count("compiled") == len(asked) + 1
     assert plan.memory.budget_bytes == 1000, "the user's budget, not the corrected one"
 
 

@@ -92,8 +92,8 @@ def _until_it_fits(
         if peak <= budget:
             break
         predicted = plan.memory.peak_bytes
-        corrected = max(predicted - (peak - budget), predicted * budget // peak)  # an offset, or a factor
-        capacity = min(corrected, int(capacity * (1 - LEAST_STEP)))
+        corrected = (predicted - (peak - budget), predicted * budget // peak)  # the excess is an offset, or a factor
+        capacity = min(max(corrected) if len(course) == 1 else min(corrected), int(capacity * (1 - LEAST_STEP)))
         try:
             plan = again(capacity)
         except InfeasibleError as error:
