@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoshard_ilp.costs.overlap import overlap_notes
 from autoshard_ilp.errors import InfeasibleError, InputShapeError, ProfileError, UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.mesh import MeshSpec, as_mesh
@@ -372,7 +373,7 @@ def assemble(
     notes: tuple[str, ...] = ()
     if any(len(c.members) > 1 for c in table.classes):
         notes = ("Repeated layers share one decision; optimality is proved for that problem.",)
-    notes += loop_notes(graph)
+    notes = (*notes, *loop_notes(graph), *overlap_notes(cost.compute_s, cost.hidden_s, request.profile))
     return Plan(
         mesh=request.mesh,
         hardware=request.profile.name,

@@ -180,12 +180,14 @@ def headline(plan: Any) -> str:
 
 
 def cost_rows(plan: Any) -> list[tuple[str, float, float]]:
-    """(name, seconds, share of the step): compute, communication by kind, then by mesh axis, and the total."""
+    """(name, seconds, share of the step): compute, communication by kind, then by mesh axis, the total; what hides."""
     total = plan.cost.total_s or 1.0
     items = [("compute", plan.cost.compute_s)]
     items += sorted(plan.cost.per_kind.items(), key=lambda x: -x[1])
     items += [(f"  over {axis}", s) for axis, s in sorted(plan.cost.per_axis.items(), key=lambda x: -x[1])]
     items.append(("total", plan.cost.total_s))
+    if plan.cost.hidden_s:
+        items.append(("hidden behind compute", plan.cost.hidden_s))
     return [(name, seconds, seconds / total) for name, seconds in items]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from autoshard_ilp.costs import reshard
 from autoshard_ilp.costs.build import Built
 from autoshard_ilp.costs.collectives import ring_bytes_per_device
+from autoshard_ilp.costs.overlap import hidden_seconds
 from autoshard_ilp.costs.table import REUSE, CostTable, Flow, flow_tensor, operand_labels, resolution_payloads
 
 
@@ -21,7 +22,8 @@ class PlannedCollective:
         kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
         bytes_per_device: bytes one device sends under a ring, per execution.
         mesh_axes: names of the mesh axes its groups span.
-        seconds: of one execution, under the profile.
+        seconds: of one execution, under the profile, that the step waits for.
+        hidden_seconds: of one execution, that the profile declares to run behind compute.
         tensor: path or shape of what is moved.
         operation: layer path and primitive that needs it.
         source: the user's line.
@@ -38,6 +40,7 @@ class PlannedCollective:
     source: str
     count: float
     op_ids: tuple[int, ...] = field(default=(), repr=False)
+    hidden_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Cost:
     """Predicted seconds of one step on one device.
 
     ``per_axis`` and ``per_kind`` split the communication; a collective over several axes counts under their joined
-    names ("data+model"). ``flops`` are those of one device.
+    names ("data+model"). ``flops`` are those of one device. All communication here is *exposed*: what the step waits
+    for. ``hidden_s`` is what the profile declares to run behind compute, on top (:mod:`autoshard_ilp.costs.overlap`).
     """
 
     total_s: float
@@ -54,6 +58,7 @@ class Cost:
     per_axis: Mapping[str, float] = field(default_factory=dict)
     per_kind: Mapping[str, float] = field(default_factory=dict)
     flops: float = 0.0
+    hidden_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,7 @@ def _collective(
         op.source,
         count,
         op_ids,
+        hidden_seconds(table.collectives, kind, axes, payload),
     )
 
 
@@ -173,7 +179,8 @@ def total_cost(table: CostTable, choices: Sequence[int], collectives: Sequence[P
         per_axis[axis] = per_axis.get(axis, 0.0) + c.seconds * c.count
         per_kind[c.kind] = per_kind.get(c.kind, 0.0) + c.seconds * c.count
     communication = sum(per_kind.values())
-    return Cost(compute + communication, compute, communication, per_axis, per_kind, flops)
+    hidden = sum(c.hidden_seconds * c.count for c in collectives)
+    return Cost(compute + communication, compute, communication, per_axis, per_kind, flops, hidden)
 
 
 def peak_memory(built: Built, choices: Sequence[int] | np.ndarray, budget: int | None) -> Memory:

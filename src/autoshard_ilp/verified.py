@@ -89,11 +89,12 @@ def _until_it_fits(
         course.append(f"{format_bytes(plan.memory.peak_bytes)} predicted, {format_bytes(peak)} compiled")
         if least is None or peak < least:
             best, least = plan, peak
-        if peak <= budget:
+        if peak <= budget or len(course) == MAX_COMPILES:
             break
         predicted = plan.memory.peak_bytes
         corrected = (predicted - (peak - budget), predicted * budget // peak)  # the excess is an offset, or a factor
         capacity = min(max(corrected) if len(course) == 1 else min(corrected), int(capacity * (1 - LEAST_STEP)))
+        capacity = max(capacity, 1)
         try:
             plan = again(capacity)
         except InfeasibleError as error:
