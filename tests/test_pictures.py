@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
@@ -148,6 +151,17 @@ def test_any_layout_has_pictures(data):
     root = ElementTree.fromstring(svg.tensor(shape, layout, [f"a{i}" for i in range(len(sizes))], sizes))
     filled = [r for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.get("fill") != "none"]
     assert sum(r.get("fill-opacity") is None for r in filled) == 1, "one part is the first device's"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_a_summary_can_be_printed_in_any_locale(encoding):
+    code = r"from test_pictures import some_plan; print(some_plan(prefix='caf\u00e9_\u5c64/').summary(60))"
+    path = os.pathsep.join(p for p in (os.path.dirname(__file__), os.environ.get("PYTHONPATH")) if p)
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "0", "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.decode(encoding)
+    assert ("caf\u00e9" in shown) == (encoding != "ascii") and ("\u2588" in shown) == (encoding == "utf-8")
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 import typer
 
 from autoshard_ilp.errors import AutoshardError, InfeasibleError
+from autoshard_ilp.render import only_ascii as only_ascii
+from autoshard_ilp.render import printable
 
 INFEASIBLE, BAD_INPUT, FAULT, INTERRUPTED = 1, 2, 3, 130
 """Exit codes other than 0."""
@@ -60,8 +62,7 @@ def say(message: str) -> None:
 
 def print_text(text: str) -> None:
     """A result on stdout, whatever the locale can print."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding))
+    print(printable(text))
 
 
 def print_json(data: Any) -> None:
@@ -80,10 +81,6 @@ def _finite(value: Any) -> Any:
 def width() -> int:
     """Columns of the terminal (or of COLUMNS); 120 where output is no terminal."""
     return max(40, shutil.get_terminal_size((120, 40)).columns)
-
-
-def only_ascii() -> bool:
-    return not (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 def prepare() -> None:

@@ -313,10 +313,15 @@ class Plan:
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def summary(self, width: int | None = None) -> str:
-        """The plan as text: layouts by repeated layer, cost, memory, proof, timings."""
+        """The plan as text: layouts by repeated layer, cost, timeline, memory over the step, proof, timings.
+
+        Args:
+            width: in columns; None: 120. Where standard output is not UTF-8, lines and pictures are drawn in ASCII.
+        """
+        from autoshard_ilp.render import only_ascii, printable
         from autoshard_ilp.summary import text
 
-        return text(self, width)
+        return printable(text(self, width, only_ascii=only_ascii()))
 
     def rows(self) -> list[dict[str, Any]]:
         """One record per variable, input and output."""

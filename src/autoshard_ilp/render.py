@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -75,6 +76,20 @@ def wrapped(path: str, width: int, indent: str = "") -> str:
 def size(n_bytes: float) -> str:
     """Bytes in one decimal unit."""
     return format_bytes(n_bytes).partition(" (")[0]
+
+
+def only_ascii() -> bool:
+    """Whether standard output takes no block elements: any encoding but UTF-8 and its kin."""
+    return not _encoding().lower().startswith("utf")
+
+
+def printable(text: str) -> str:
+    """A text that standard output can hold, a question mark for every letter that it cannot."""
+    return text.encode(_encoding(), "replace").decode(_encoding())
+
+
+def _encoding() -> str:
+    return getattr(sys.stdout, "encoding", None) or "utf-8"
 
 
 class _Ascii(io.StringIO):
