@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autoshard_ilp.api import load as load
     from autoshard_ilp.api import optimize as optimize
     from autoshard_ilp.baselines import baseline as baseline
+    from autoshard_ilp.calibration.calibrate import calibrate as calibrate
     from autoshard_ilp.costs.profile import HardwareProfile as HardwareProfile
     from autoshard_ilp.costs.profile import load_profile as profile  # noqa: F401
     from autoshard_ilp.costs.profile import profiles as profiles
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "optimize": ("autoshard_ilp.api", "optimize"),
     "load": ("autoshard_ilp.api", "load"),
+    "calibrate": ("autoshard_ilp.calibration.calibrate", "calibrate"),
     "baseline": ("autoshard_ilp.baselines", "baseline"),
     "optimize_fn": ("autoshard_ilp.functions", "optimize_fn"),
     "Plan": ("autoshard_ilp.plan", "Plan"),

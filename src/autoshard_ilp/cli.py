@@ -1,4 +1,4 @@
-"""The command line, ``autoshard plan | verify | profiles``.
+"""The command line, ``autoshard plan | verify | profiles | calibrate``.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 no plan fits the budget and the pins, 2 input
 that makes no sense (usage errors too), 3 a fault of this program, 130 interrupted. What is slow to import is imported
@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from autoshard_ilp import __version__
+from autoshard_ilp.cli_calibrate import calibrate
 from autoshard_ilp.console import (
     INTERRUPTED,
     only_ascii,
@@ -377,6 +378,9 @@ def profiles(as_json: Json = False) -> None:
     if as_json:
         return print_json([asdict(p) for p in found])
     return print_text(profile_table(found, width(), only_ascii=only_ascii()).rstrip())
+
+
+app.command()(calibrate)
 
 
 def main() -> None:

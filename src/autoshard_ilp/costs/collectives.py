@@ -97,9 +97,10 @@ class CollectiveCosts:
             _check_kind(kind)
             group = self.links.group(axes)
             exposed = 1.0 - self.links.profile.overlap_by_kind.get(kind, 0.0)
+            reached = self.links.profile.efficiency_by_kind.get(kind, 1.0)
             line = (0.0, 0.0)
             if group.size > 1:
-                line = (exposed * _alpha(kind, group, self.links), exposed * _beta(kind, group, self.links))
+                line = (exposed * _alpha(kind, group, self.links), exposed * _beta(kind, group, self.links) / reached)
             self._lines[key] = line
         return self._lines[key]
 

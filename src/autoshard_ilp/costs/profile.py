@@ -13,7 +13,7 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,12 @@ class HardwareProfile:
         in_switch_bytes_per_s: all-reduce *bus bandwidth* with reduction in the switch, for groups of at least
             ``in_switch_min_group``; None: the switch only forwards.
         network_bytes_per_s: per device, between domains; None: there is no network, the domain is unbounded.
+        efficiency_by_kind: what a kind of collective reaches relative to the formula over the links; above 1 where it
+            is better, 1 where nothing was measured.
         overlap_by_kind: share of each collective that hides behind compute; 0.0 hides nothing.
         figure_sources: {"section.key": source text}.
+        sources: {short name of a source: where it is found}.
+        residuals: per kind of measurement, how far this profile is from what ``calibrate`` measured.
     """
 
     name: str
@@ -103,7 +107,10 @@ class HardwareProfile:
     network_efficiency: float = 1.0
     network_hop_seconds: float = 0.0
     overlap_by_kind: Mapping[str, float] = field(hash=False, default_factory=dict)
+    efficiency_by_kind: Mapping[str, float] = field(hash=False, default_factory=dict)
     figure_sources: Mapping[str, str] = field(hash=False, compare=False, repr=False, default_factory=dict)
+    sources: Mapping[str, str] = field(hash=False, compare=False, repr=False, default_factory=dict)
+    residuals: Mapping[str, Mapping[str, float]] = field(hash=False, compare=False, repr=False, default_factory=dict)
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Matmul FLOP/s that a device reaches at JAX's default precision: peak times ``matmul_efficiency``.
@@ -117,6 +124,26 @@ class HardwareProfile:
             if candidate in peaks:
                 return peaks[candidate] * self.matmul_efficiency
         return min(peaks.values()) * self.matmul_efficiency
+
+    def figures(self) -> dict[str, Any]:
+        """Every figure that this profile has, by its key in a TOML: "links.bytes_per_s" -> 4.5e11."""
+        by_kind = {"call_seconds": self.call_seconds_by_kind, "overlap": self.overlap_by_kind}
+        by_kind |= {
+            "peak_flops_per_s": self.peak_flops_per_s_by_dtype,
+            "collective_efficiency": self.efficiency_by_kind,
+        }
+        found: dict[str, Any] = {}
+        for section, keys in _SCHEMA.items():
+            for key, figure in keys.items():
+                if section in by_kind:
+                    value = by_kind[section].get(key)
+                else:
+                    value = getattr(self.torus if section == "torus" else self, figure.field, None)
+                absent = self.network_bytes_per_s is None if section == "network" else False
+                unset = not figure.required and value in (None, math.inf, _DEFAULTS.get(figure.field))
+                if not absent and not unset:
+                    found[f"{section}.{key}"] = value
+        return found
 
     def roofline_seconds(self, flops: float, bytes_moved: float, dtype: str = "bfloat16") -> float:
         """max(compute, memory) seconds on one device; ``kernel_launch_seconds`` comes on top, once per kernel.
@@ -209,13 +236,15 @@ _SCHEMA: dict[str, dict[str, _Figure]] = {
     },
     "call_seconds": {kind: _Figure(kind, float) for kind in COLLECTIVE_KINDS},
     "overlap": {kind: _Figure(kind, float, 0.0, 1.0) for kind in COLLECTIVE_KINDS},
+    "collective_efficiency": {kind: _Figure(kind, float, 1e-6, required=False) for kind in COLLECTIVE_KINDS},
 }
 _DTYPES = ("bfloat16", "float16", "tfloat32", "float32", "float64", "int8", "float8", "float4")
 _SCHEMA["peak_flops_per_s"] = {
     name: _Figure(name, float, 1.0, required=name in ("float32", "float64")) for name in _DTYPES
 }
+_DEFAULTS = {f.name: f.default for kind in (HardwareProfile, Torus) for f in fields(kind)}
 _TOP = {"name": str, "family": str, "description": str, "device_kinds": list, "sources": dict}
-_OPTIONAL_SECTIONS = ("torus", "network")
+_OPTIONAL_SECTIONS = ("torus", "network", "collective_efficiency")
 
 
 def profiles() -> list[str]:
@@ -299,7 +328,7 @@ class _Reader:
         return ProfileError(f"Hardware profile {self.path}: key '{key}' {problem}", key=key)
 
     def profile(self) -> HardwareProfile:
-        self.check_names("", self.data, {*_TOP, *_SCHEMA})
+        self.check_names("", self.data, {*_TOP, *_SCHEMA, "residuals"})
         for key, kind in _TOP.items():
             if key not in self.data:
                 raise self.fail(key, "is missing.")
@@ -324,10 +353,23 @@ class _Reader:
             peak_flops_per_s_by_dtype=values["peak_flops_per_s"],
             call_seconds_by_kind=values["call_seconds"],
             overlap_by_kind=values["overlap"],
+            efficiency_by_kind=values.get("collective_efficiency", {}),
             torus=torus,
             figure_sources=self.figure_sources,
+            sources=dict(self.data["sources"]),
+            residuals=self.residuals(),
             **by_field,
         )
+
+    def residuals(self) -> dict[str, dict[str, float]]:
+        """What calibration left unexplained; written by it, optional, and of no influence on any price."""
+        table = self.data.get("residuals", {})
+        if not isinstance(table, dict) or not all(isinstance(row, dict) for row in table.values()):
+            raise self.fail("residuals", f"must be a table of tables. Received: {table!r}.")
+        for kind, row in table.items():
+            for key, value in row.items():
+                self.value(f"residuals.{kind}.{key}", _Figure(key, float), value)
+        return {kind: {key: float(value) for key, value in row.items()} for kind, row in table.items()}
 
     def wanted(self, section: str) -> bool:
         if section in self.data:
@@ -363,12 +405,12 @@ class _Reader:
             raise self.fail(f"{key}.{extra}", "is unknown: a figure has only 'value' and 'source'.")
         source = entry.get("source")
         sources = self.data["sources"]
-        # "derived: ..." and "assumption: ..." explain themselves; anything else must start with a key of [sources].
+        # "derived: ...", "assumption: ..." and "measured: ..." explain themselves; the rest names a key of [sources].
         first = source.replace(":", " ").replace(",", " ").split()[:1] if isinstance(source, str) else []
-        if not first or (first[0] not in sources and first[0] not in ("derived", "assumption")):
+        if not first or (first[0] not in sources and first[0] not in ("derived", "assumption", "measured")):
             raise self.fail(
                 f"{key}.source",
-                "must start with a key of [sources], or be 'derived: ...' or 'assumption: ...'. "
+                "must start with a key of [sources], or be 'derived: ...', 'assumption: ...' or 'measured: ...'. "
                 f"Received: {source!r}; known sources: {', '.join(sources) or 'none'}.",
             )
         self.figure_sources[key] = f"{source} ({sources[first[0]]})" if first[0] in sources else str(source)

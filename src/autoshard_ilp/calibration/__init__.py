@@ -1,0 +1,1 @@
+"""Measuring a machine; see README.md."""

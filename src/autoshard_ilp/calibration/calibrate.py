@@ -1,0 +1,156 @@
+"""``autoshard.calibrate``: a hardware profile of the attached devices, measured."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autoshard_ilp.calibration.fit import Residual, fit
+from autoshard_ilp.costs.profile import HardwareProfile, load_profile, profile_for_device_kind
+from autoshard_ilp.costs.profile_file import to_toml
+from autoshard_ilp.errors import InputShapeError, ProfileError
+from autoshard_ilp.mesh import MeshSpec, as_mesh
+
+
+def calibrate(
+    mesh: Any = None,
+    *,
+    output: str | os.PathLike[str] | None = None,
+    hardware: Any = None,
+    name: str | None = None,
+    payload_bytes: Sequence[int] | None = None,
+    matmul_sizes: Sequence[int] | None = None,
+    repeats: int = 5,
+    target_seconds: float = 0.05,
+    progress: Any = None,
+) -> HardwareProfile:
+    """Measures collectives and matrix products on a mesh's devices and fits a hardware profile.
+
+    Args:
+        mesh: as for ``optimize``, with attached devices; None: all attached devices on one axis.
+        output: path of the TOML to write, with the residuals; None: nothing is written.
+        hardware: profile to correct (structure of the links, nominal peaks); None: that of the devices' kind, else
+            "cpu-host".
+        name: of the new profile; None: the old name with "-measured".
+        payload_bytes: sizes of the collectives; None: 1 KiB to 64 MiB.
+        matmul_sizes: sides of the square matrices; None: 256 to 2048.
+        repeats: runs per measurement; the fastest counts.
+        target_seconds: length of one run.
+        progress: as for ``optimize``.
+
+    Returns:
+        The profile; ``.residuals`` says per kind how far it is from what was measured.
+
+    Raises:
+        InputShapeError: sizes or repeats that make no sense.
+        PlanMismatchError: fewer devices are attached than the mesh has.
+        ProfileError: the devices' kind has no profile to start from, or the output cannot be written.
+    """
+    from autoshard_ilp.calibration import timing
+    from autoshard_ilp.progress import Progress
+
+    where = _mesh(mesh)
+    devices = where.concrete()
+    base = _base(hardware, devices)
+    sizes = _sizes("payload_bytes", payload_bytes, timing.PAYLOAD_BYTES)
+    sides = _sizes("matmul_sizes", matmul_sizes, timing.MATMUL_SIZES)
+    if repeats < 1 or not target_seconds > 0:
+        raise InputShapeError(
+            f"repeats is at least 1 and target_seconds positive. Received: {repeats!r} and {target_seconds!r}."
+        )
+    target = _writable(output)
+    shown = Progress(progress)
+    with shown.running(), shown.stage("measure"):
+
+        def told(done: int, total: int, what: str) -> None:
+            shown.tell({"stage": f"measure {what}", "done": done, "total": total})
+
+        samples = list(
+            timing.measure(
+                devices,
+                payload_bytes=sizes,
+                matmul_sizes=sides,
+                repeats=repeats,
+                target_seconds=target_seconds,
+                told=told,
+            )
+        )
+    fitted, residuals = fit(base, where, samples)
+    label = name or f"{base.name.removesuffix('-measured')}-measured"
+    profile = _labelled(_with_memory(fitted, devices), base, label, where, residuals)
+    if target is not None:
+        target.write_text(to_toml(profile), encoding="utf-8")
+    return profile
+
+
+def _mesh(mesh: Any) -> MeshSpec:
+    if mesh is not None:
+        return as_mesh(mesh)
+    import jax
+
+    return as_mesh({"devices": jax.device_count()})
+
+
+def _base(hardware: Any, devices: Any) -> HardwareProfile:
+    if hardware is not None:
+        return load_profile(hardware)
+    kind = devices.devices.flat[0].device_kind
+    found = profile_for_device_kind(kind)
+    if found is None:
+        raise ProfileError(
+            f"Calibration corrects a profile of the same kind of machine. Received: devices of kind {kind!r}, which no "
+            "profile names. Pass hardware= the profile that comes nearest."
+        )
+    return load_profile(found)
+
+
+def _sizes(what: str, given: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(default if given is None else given)
+    if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
+        raise InputShapeError(f"{what} are positive whole numbers. Received: {given!r}.")
+    return sizes
+
+
+def _writable(output: str | os.PathLike[str] | None) -> Path | None:
+    """The output's path, checked before minutes are spent on measuring."""
+    if output is None:
+        return None
+    path = Path(output)
+    if path.suffix != ".toml" or not path.parent.is_dir():
+        raise ProfileError(f"output is a path ending in .toml in an existing folder. Received: {str(output)!r}.")
+    return path
+
+
+def _with_memory(profile: HardwareProfile, devices: Any) -> HardwareProfile:
+    """Memory as the runtime reports it; on a host its own memory, shared by the devices."""
+    first = devices.devices.flat[0]
+    stats = first.memory_stats() or {}
+    if "bytes_limit" in stats:
+        usable = int(stats["bytes_limit"])
+        return replace(profile, usable_memory_bytes=usable, memory_bytes=max(usable, profile.memory_bytes))
+    if profile.family != "cpu" or not hasattr(os, "sysconf"):
+        return profile
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices.size
+    return replace(profile, memory_bytes=share, usable_memory_bytes=share)
+
+
+def _labelled(
+    profile: HardwareProfile, base: HardwareProfile, name: str, mesh: MeshSpec, residuals: Mapping[str, Residual]
+) -> HardwareProfile:
+    """Sources: what changed was measured, the rest is as the base says."""
+    import jax
+
+    today = datetime.date.today().isoformat()
+    kind = jax.devices()[0].device_kind
+    measured = f"measured: autoshard.calibrate on {mesh.size} x {kind} ({mesh}), jax {jax.__version__}, {today}"
+    sources = {}
+    for key, value in profile.figures().items():
+        kept = base.figures().get(key) == value and key in base.figure_sources
+        sources[key] = base.figure_sources[key] if kept else measured
+    errors = {k: {"median": r.median, "worst": r.worst, "samples": r.samples} for k, r in residuals.items()}
+    description = f"{base.description.split('; calibrate')[0]}; measured {today}"
+    return replace(profile, name=name, description=description, figure_sources=sources, residuals=errors)

@@ -1,0 +1,137 @@
+"""From measured seconds to the figures of a profile.
+
+Collectives: seconds = call_k + steps x hop + network + slope_k x (nominal seconds of the bytes), where steps and
+nominal seconds are those of ``costs.collectives`` for the same mesh on the profile to be corrected. All of ``call_k``,
+``hop`` and ``slope_k`` are fitted at once, none negative, to the logarithms of the seconds: 1 KiB counts as much as
+64 MiB, and twice too slow as much as twice too fast. A robust loss keeps disturbed measurements from bending the rest.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard_ilp.calibration.timing import Sample
+from autoshard_ilp.costs.collectives import CollectiveCosts
+from autoshard_ilp.costs.profile import COLLECTIVE_KINDS, HardwareProfile
+from autoshard_ilp.costs.topology import MeshLinks
+from autoshard_ilp.mesh import MeshSpec
+
+SLOWEST, FASTEST = 1e-6, 1e6
+
+
+@dataclass(frozen=True)
+class Residual:
+    """How far the fitted figures are from what was measured: |predicted - measured| / measured."""
+
+    median: float
+    worst: float
+    samples: int
+
+
+def fit(
+    base: HardwareProfile, mesh: MeshSpec, samples: Sequence[Sample]
+) -> tuple[HardwareProfile, dict[str, Residual]]:
+    """The profile with every measured figure in place of the nominal one, and the residuals by kind.
+
+    Args:
+        base: gives the structure (link kind, torus, domains) and every figure that was not measured.
+        mesh: the mesh that the samples were taken on.
+    """
+    fitted = _fit_compute(_fit_memory(base, samples), samples)
+    collectives = [s for s in samples if s.kind in COLLECTIVE_KINDS]
+    if collectives:
+        fitted = _fit_collectives(fitted, mesh, collectives)
+    residuals = {}
+    for kind in dict.fromkeys(s.kind for s in samples if s.kind != "kernel"):
+        errors = [abs(predict(fitted, mesh, s) / s.seconds - 1.0) for s in samples if s.kind == kind]
+        residuals[kind] = Residual(statistics.median(errors), max(errors), len(errors))
+    return fitted, residuals
+
+
+def predict(profile: HardwareProfile, mesh: MeshSpec, sample: Sample) -> float:
+    """Seconds that a profile gives for what a sample measured."""
+    if sample.kind == "memory":
+        return profile.roofline_seconds(0.0, sample.size)
+    if sample.kind == "matmul":
+        itemsize = 2 if sample.dtype == "bfloat16" else 4
+        return profile.roofline_seconds(2.0 * sample.size**3, 3.0 * itemsize * sample.size**2, sample.dtype)
+    links = MeshLinks.create(profile, mesh.axis_names, mesh.axis_sizes)
+    return CollectiveCosts(links).seconds(sample.kind, sample.axes, sample.size)
+
+
+def _fit_compute(base: HardwareProfile, samples: Sequence[Sample]) -> HardwareProfile:
+    """Peaks: the best rate that any size reached; a known nominal peak stays, with the share of it that is reached."""
+    reached: dict[str, float] = {}
+    for s in samples:
+        if s.kind == "matmul":
+            reached[s.dtype] = max(reached.get(s.dtype, 0.0), 2.0 * s.size**3 / s.seconds)
+    if not reached:
+        return base
+    kernel = [s.seconds for s in samples if s.kind == "kernel"]
+    launch = min(kernel) if kernel else base.kernel_launch_seconds
+    nominal = dict(base.peak_flops_per_s_by_dtype)
+    if base.family == "cpu":  # nothing is nominal about a host: its figures are assumptions
+        scale = reached["float32"] / (nominal["float32"] * base.matmul_efficiency)
+        peaks = {dtype: peak * base.matmul_efficiency * scale for dtype, peak in nominal.items()} | reached
+        return replace(base, peak_flops_per_s_by_dtype=peaks, matmul_efficiency=1.0, kernel_launch_seconds=launch)
+    shares = [rate / (base.peak_flops_per_s(dtype) / base.matmul_efficiency) for dtype, rate in reached.items()]
+    return replace(base, matmul_efficiency=min(1.0, statistics.median(shares)), kernel_launch_seconds=launch)
+
+
+def _fit_memory(base: HardwareProfile, samples: Sequence[Sample]) -> HardwareProfile:
+    """Bandwidth of the largest pass: smaller ones may stay in a cache."""
+    passes = [s for s in samples if s.kind == "memory"]
+    if not passes:
+        return base
+    largest = max(passes, key=lambda s: s.size)
+    rate = largest.size / largest.seconds
+    if base.family == "cpu":
+        return replace(base, memory_bytes_per_s=rate, memory_efficiency=1.0)
+    return replace(base, memory_efficiency=min(1.0, rate / base.memory_bytes_per_s))
+
+
+def _fit_collectives(base: HardwareProfile, mesh: MeshSpec, samples: Sequence[Sample]) -> HardwareProfile:
+    kinds = [k for k in COLLECTIVE_KINDS if any(s.kind == k for s in samples)]
+    nothing: Mapping[str, float] = dict.fromkeys(COLLECTIVE_KINDS, 0.0)
+    bare = replace(base, overlap_by_kind=nothing, efficiency_by_kind={}, call_seconds_by_kind=nothing)
+    by_hop = _costs(replace(bare, hop_seconds=1.0, network_hop_seconds=0.0), mesh)
+    by_byte = _costs(replace(bare, hop_seconds=0.0), mesh)
+    rows = np.zeros((len(samples), 2 * len(kinds) + 1))
+    network = np.zeros(len(samples))
+    for i, s in enumerate(samples):
+        k = kinds.index(s.kind)
+        network[i], slope = by_byte.alpha_beta(s.kind, s.axes)
+        rows[i, k] = 1.0
+        rows[i, len(kinds) + k] = slope * s.size
+        rows[i, -1] = by_hop.alpha_beta(s.kind, s.axes)[0]
+    found = _non_negative_fit(rows, network, np.array([s.seconds for s in samples]))
+    call = {**base.call_seconds_by_kind, **{k: float(found[i]) for i, k in enumerate(kinds)}}
+    slopes = {k: float(np.clip(found[len(kinds) + i], 1 / FASTEST, 1 / SLOWEST)) for i, k in enumerate(kinds)}
+    efficiency = {**base.efficiency_by_kind, **{k: 1.0 / slope for k, slope in slopes.items()}}
+    return replace(base, call_seconds_by_kind=call, hop_seconds=float(found[-1]), efficiency_by_kind=efficiency)
+
+
+def _non_negative_fit(rows: np.ndarray, fixed: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """x >= 0 for which ``rows @ x + fixed`` comes near ``seconds``, in ratio.
+
+    Starts from non-negative least squares in relative errors (C. L. Lawson, R. J. Hanson, "Solving Least Squares
+    Problems", 1974, chapter 23), which alone leans towards figures that are too fast: no error there exceeds 100 %.
+    """
+    from scipy.optimize import least_squares, nnls
+
+    weighted = rows / seconds[:, None]
+    scale = np.where(weighted.max(0) > 0, weighted.max(0), 1.0)
+    start = np.maximum(nnls(weighted / scale, np.maximum(1.0 - fixed / seconds, 0.0))[0], 1e-6)
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        return np.log((weighted / scale) @ x + fixed / seconds)
+
+    return least_squares(errors, start, bounds=(1e-9, np.inf), loss="soft_l1", f_scale=0.2).x / scale
+
+
+def _costs(profile: HardwareProfile, mesh: MeshSpec) -> CollectiveCosts:
+    return CollectiveCosts(MeshLinks.create(profile, mesh.axis_names, mesh.axis_sizes))

@@ -1,0 +1,124 @@
+"""Calibration: the fit finds the figures behind the measurements; a run on CPU devices gives a usable profile."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import autoshard_ilp as autoshard
+from autoshard_ilp.calibration.calibrate import calibrate
+from autoshard_ilp.calibration.fit import fit, predict
+from autoshard_ilp.calibration.programs import collective_loop
+from autoshard_ilp.calibration.timing import PAYLOAD_BYTES, Sample, axis_groups
+from autoshard_ilp.costs.profile import COLLECTIVE_KINDS
+from autoshard_ilp.costs.profile_file import to_toml
+from autoshard_ilp.mesh import as_mesh
+
+MESH = as_mesh({"data": 2, "model": 4})
+
+
+def samples_of(profile, mesh, noise=0.0):
+    rng = np.random.default_rng(0)
+    bare = [
+        Sample(k, g, s, "float32", 1.0, 0.0)
+        for g in axis_groups(mesh.axis_sizes)
+        for k in COLLECTIVE_KINDS
+        for s in PAYLOAD_BYTES
+    ]
+    bare += [Sample("matmul", (), 8192, "float32", 1.0, 0.0), Sample("memory", (), 1 << 27, "float32", 1.0, 0.0)]
+    return [replace(s, seconds=predict(profile, mesh, s) * float(np.exp(noise * rng.standard_normal()))) for s in bare]
+
+
+@pytest.mark.parametrize("name", ["cpu-host", "h100", "tpu-v5e"])
+def test_the_fit_finds_the_figures_behind_the_measurements(name):
+    base = autoshard.profile(name)
+    calls = {k: 1.5 * v + 1e-5 for k, v in base.call_seconds_by_kind.items()}
+    efficiency = dict(zip(COLLECTIVE_KINDS, (0.9, 0.5, 0.7, 0.3, 1.2), strict=True))
+    truth = replace(base, call_seconds_by_kind=calls, efficiency_by_kind=efficiency, hop_seconds=3 * base.hop_seconds)
+    fitted, residuals = fit(base, MESH, samples_of(truth, MESH))
+    assert fitted.efficiency_by_kind == pytest.approx(efficiency, rel=1e-3)
+    assert max(r.worst for kind, r in residuals.items() if kind in COLLECTIVE_KINDS) < 1e-3
+    assert fitted.roofline_seconds(1e12, 0.0, "float32") == pytest.approx(truth.roofline_seconds(1e12, 0.0, "float32"))
+
+
+def test_one_disturbed_measurement_does_not_bend_the_fit():
+    base = autoshard.profile("h100")
+    truth = replace(base, efficiency_by_kind=dict.fromkeys(COLLECTIVE_KINDS, 0.6))
+    samples = samples_of(truth, MESH, noise=0.02)
+    spoiled = next(i for i, s in enumerate(samples) if s.kind == "all-reduce" and s.size == 1 << 26)
+    samples[spoiled] = replace(samples[spoiled], seconds=20 * samples[spoiled].seconds)
+    fitted, residuals = fit(base, MESH, samples)
+    assert fitted.efficiency_by_kind["all-reduce"] == pytest.approx(0.6, rel=0.1)
+    assert residuals["all-reduce"].worst > 0.9  # and it is not hidden
+
+
+@pytest.mark.parametrize("name", autoshard.profiles())
+def test_a_written_profile_reads_back_equal(name, tmp_path):
+    profile = autoshard.profile(name)
+    path = tmp_path / "copy.toml"
+    path.write_text(to_toml(profile), encoding="utf-8")
+    copy = autoshard.profile(path)
+    assert copy == profile
+    assert copy.figure_sources == profile.figure_sources
+
+
+@pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
+@pytest.mark.parametrize("axes", [("data",), ("model",), ("data", "model")])
+def test_each_timed_loop_runs_exactly_its_collective(kind, axes):
+    (program, operand), moved = collective_loop(MESH.concrete(), kind, axes, 4096)
+    assert moved == 4096
+    text = program.lower(operand, np.int32(3)).compile().as_text()
+    started = [line for line in text.splitlines() if f" {kind}(" in line or f" {kind}-start(" in line]
+    assert len(started) == 1
+    out = program(operand, np.int32(3))
+    assert out.shape == operand.shape
+
+
+def test_calibrate_on_cpu_devices_writes_a_profile_that_plans(tmp_path):
+    path = tmp_path / "here.toml"
+    told = []
+    found = calibrate(
+        {"data": 2, "model": 4},
+        output=path,
+        payload_bytes=[1 << 10, 1 << 16, 1 << 20],
+        matmul_sizes=[64, 128],
+        repeats=1,
+        target_seconds=0.002,
+        progress=told.append,
+    )
+    assert found == autoshard.profile(path)
+    assert found.name == "cpu-host-measured"
+    assert all(0 < value < 1 for value in found.call_seconds_by_kind.values() if value)
+    assert found.figure_sources["peak_flops_per_s.float32"].startswith("measured: ")
+    assert found.figure_sources["links.kind"].startswith("assumption: ")
+    assert set(found.residuals) == {"matmul", "memory", *COLLECTIVE_KINDS}
+    assert told[-1]["done"] == told[-1]["total"] - 1
+    plan = autoshard.optimize_fn(lambda x, w: x @ w, (np.ones((8, 16)), np.ones((16, 8))), {"data": 8}, hardware=path)
+    assert plan.hardware == "cpu-host-measured"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"payload_bytes": [0]}, autoshard.InputShapeError, "payload_bytes are positive"),
+        ({"payload_bytes": []}, autoshard.InputShapeError, "payload_bytes are positive"),
+        ({"matmul_sizes": [2.5]}, autoshard.InputShapeError, "matmul_sizes are positive"),
+        ({"repeats": 0}, autoshard.InputShapeError, "repeats is at least 1"),
+        ({"output": "profile.json"}, autoshard.ProfileError, "ending in .toml"),
+        ({"output": "/no/such/folder/x.toml"}, autoshard.ProfileError, "existing folder"),
+        ({"hardware": "abacus"}, autoshard.ProfileError, "unknown"),
+        ({"mesh": {"data": 64}}, autoshard.PlanMismatchError, "64 devices"),
+    ],
+)
+def test_bad_input(options, error, words):
+    with pytest.raises(error, match=words):
+        calibrate(**{"mesh": {"data": 8}, **options})
+
+
+def test_the_command_line_refuses_a_wrong_output():
+    from autoshard_ilp.cli import app
+
+    result = CliRunner().invoke(app, ["calibrate", "profile.json", "--mesh", "data=8"])
+    assert result.exit_code == 2
+    assert "ending in .toml" in result.stderr
