@@ -140,8 +140,8 @@ class HardwareProfile:
                 else:
                     value = getattr(self.torus if section == "torus" else self, figure.field, None)
                 absent = self.network_bytes_per_s is None if section == "network" else False
-                unset = not figure.required and value in (None, math.inf, _DEFAULTS.get(figure.field))
-                if not absent and not unset:
+                unset = value == _DEFAULTS.get(figure.field) and f"{section}.{key}" not in self.figure_sources
+                if value is not None and not absent and not unset:
                     found[f"{section}.{key}"] = value
         return found
 
