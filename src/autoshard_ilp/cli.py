@@ -372,7 +372,7 @@ def profiles(as_json: Json = False) -> None:
 
     from autoshard_ilp.costs.profile import load_profile
     from autoshard_ilp.costs.profile import profiles as names
-    from autoshard_ilp.summary import profile_table
+    from autoshard_ilp.profile_table import profile_table
 
     found = [load_profile(name) for name in names()]
     if as_json:
