@@ -3,7 +3,8 @@
 The interpreter binds every equation of the graph again, in program order, under its own name scope and source line, and
 puts ``jax.lax.with_sharding_constraint`` where a layout was decided. Loops and branches are rebuilt with ``lax.scan``,
 ``lax.while_loop`` and ``lax.switch``, with the constraints of their bodies inside. What XLA's partitioner would gather
-although its rule shards it (:mod:`autoshard_ilp.rules.local`) runs device by device, under ``shard_map``.
+although its rule shards it (:mod:`autoshard_ilp.rules.local`) runs device by device, under ``shard_map``, and so do the
+collectives that it would replace by others (:mod:`autoshard_ilp.manual`).
 
 Gather once or gather again: XLA merges two equal all-gathers of one weight and so keeps the gathered copy alive from
 the forward to the backward pass. A hub that must gather again therefore first ties the *sharded* value to a value that
@@ -13,7 +14,6 @@ propagation would move the gather in front of the tie. What is recomputed is tie
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard_ilp import _jax_compat as compat
-from autoshard_ilp import ties
+from autoshard_ilp import manual, ties
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import Graph, Op, Region
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
-from autoshard_ilp.sharding import Layout, replicated, to_partition_spec
+from autoshard_ilp.sharding import PARTIAL, Layout, replicated, to_partition_spec
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,8 @@ def planned_function(
 
 
 def mark(op_id: int) -> str:
-    """The name scope of an operation in a marked program; :func:`marked_operation` reads it back."""
+    """The name scope of an operation in a marked program; :mod:`autoshard_ilp.verify.diff` reads it back."""
     return f"op.{op_id}"
-
-
-_MARK = re.compile(r"(?:^|/)op\.(\d+)(?=/|$)")
-
-
-def marked_operation(op_name: str) -> int | None:
-    """The operation that an instruction of a marked program comes from, by its ``op_name``; None where none is told."""
-    found = _MARK.findall(op_name)
-    return int(found[-1]) if found else None
 
 
 class _Plan:
@@ -141,14 +132,21 @@ class _Plan:
         return None if t.producer is None else self.decisions.results.get((t.producer, t.result_index))
 
     def constrain(self, value: Any, tensor: int, layout: Layout | None) -> Any:
-        """``value`` with a sharding constraint; scalars, keys and undecided tensors pass unchanged."""
+        """``value`` with a sharding constraint; scalars, keys, partial sums and undecided tensors pass unchanged."""
         rank = len(self.graph.tensors[tensor].shape)
-        if layout is None or rank == 0 or compat.is_key_dtype(getattr(value, "dtype", None)):
+        if layout is None or rank == 0 or PARTIAL in layout or compat.is_key_dtype(getattr(value, "dtype", None)):
             return value
         key = (layout, rank)
         if key not in self.shardings:
             self.shardings[key] = NamedSharding(self.mesh, to_partition_spec(layout, rank, self.axis_names))
         return jax.lax.with_sharding_constraint(value, self.shardings[key])
+
+    def move(self, value: Any, tensor: int, before: Layout | None, after: Layout | None) -> Any:
+        """``value`` one step further, from one decided layout to the next, by the collective that was priced."""
+        moved = None
+        if None not in (before, after) and before != after and not compat.is_key_dtype(getattr(value, "dtype", None)):
+            moved = manual.move(value, before, after, self.mesh, self.axis_names)
+        return self.constrain(value, tensor, after) if moved is None else moved
 
     def anchor(self, op: Op) -> int | None:
         """The gradient that the backward pass has reached before ``op`` may run (:func:`ties.anchors`)."""
@@ -219,9 +217,11 @@ class _Run:
 
     def reshard(self, value: Any, op: Op, i: int, layout: Layout | None) -> Any:
         """``value`` on its way into operand i of ``op``, one decided layout after the other."""
-        for between in self.plan.decisions.via.get((op.id, i), ()):
-            value = self.plan.constrain(value, op.inputs[i], between)
-        return self.plan.constrain(value, op.inputs[i], layout)
+        plan, tensor = self.plan, op.inputs[i]
+        now = plan.layout(tensor)
+        for after in (*plan.decisions.via.get((op.id, i), ()), layout):
+            value, now = plan.move(value, tensor, now, after), after
+        return value
 
     def array(self, frame: _Frame, op: Op, i: int) -> Any:
         """As :meth:`read`; a literal becomes an array of its exact type."""
@@ -270,12 +270,25 @@ class _Run:
     def bind(self, op: Op, args: list[Any]) -> list[Any]:
         """Results of an equation; device by device where XLA's partitioner would gather what the rule shards."""
         view = replace(self.graph.view(op), params=op.eqn.params)
+        out = self.reduced(op, view, args)
+        if out is not None:
+            return [out]
         if runs_locally(view):
             rule, axes_of = rule_for(view), self.axes_of(op, view)
             if axes_of:
                 with compat.like_equation(op.eqn, self.plan.stack(op)):
                     return run_locally(op.eqn.primitive.bind, view, rule, args, self.plan.mesh, axes_of)
         return compat.bind_equation(op.eqn, args, self.plan.stack(op))
+
+    def reduced(self, op: Op, view: OpView, args: list[Any]) -> Any | None:
+        """The result of an operation whose partial sums are scattered or left partial; None for any other."""
+        plan = self.plan
+        if not manual.runs_partial(view):
+            return None
+        operands = [plan.decisions.operands.get((op.id, i), plan.layout(t)) for i, t in enumerate(op.inputs)]
+        layouts = (operands, plan.decisions.results.get((op.id, 0)))
+        with compat.like_equation(op.eqn, plan.stack(op)):
+            return manual.run(op.eqn.primitive.bind, view, rule_for(view), args, layouts, plan.mesh, plan.axis_names)
 
     def axes_of(self, op: Op, view: OpView) -> dict[str, tuple[str, ...]] | None:
         """Mesh axes of every factor that the decided layouts shard; None where some operand has no decided layout."""

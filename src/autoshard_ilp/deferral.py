@@ -3,8 +3,9 @@
 The gradient of a tensor that several products read (the input of query, key and value) is a sum of products. Where the
 contracted dimension is sharded, every device holds a partial result of each of them, and addition commutes with the
 reduction over devices: ``reduce(a) + reduce(b) = reduce(a + b)``. So a tensor that only a sum reads may stay partial
-(an entry :data:`~autoshard_ilp.sharding.PARTIAL` in its layout) and the sum reduces once. Compilers do the same, by
-their pass "all-reduce reassociate"; here it is a strategy of the integer program, with its price.
+(an entry :data:`~autoshard_ilp.sharding.PARTIAL` in its layout) and the sum reduces once. XLA:GPU and XLA:TPU do the
+same behind the plan's back, by their pass "all-reduce reassociate"; here it is a strategy of the integer program, with
+its price, and :mod:`autoshard_ilp.manual` runs it on every backend.
 
 A tensor may stay partial on its way through operations that only rearrange it (transpose, reshape), up to the sum.
 """
@@ -15,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard_ilp.graph import Graph, Op
-from autoshard_ilp.rules.local import runs_locally
+from autoshard_ilp.manual import runs_partial
 from autoshard_ilp.rules.rule import Kind, Rule
 
 SUMS = frozenset({"add", "add_any"})
-REARRANGEMENTS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy"})
+REARRANGEMENTS = frozenset({"transpose", "reshape", "squeeze", "copy"})
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _may_be_partial(graph: Graph, rules: Sequence[Rule]) -> set[int]:
             partial = op.inputs[0] in found
         else:
             adds = any(f.kind is Kind.REDUCTION and f.combine == "add" for f in rules[op.id].factors.values())
-            partial = adds and op.eqn is not None and not runs_locally(graph.view(op))
+            partial = adds and op.eqn is not None and runs_partial(graph.view(op))
         if partial:
             found.add(op.outputs[0])
     return found

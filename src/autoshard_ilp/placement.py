@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard_ilp.costs.table import CostTable
-from autoshard_ilp.deferral import SUMS
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.report import flow_steps
-from autoshard_ilp.sharding import PARTIAL, Layout
+from autoshard_ilp.sharding import Layout
 
 Choice = tuple[tuple[Layout | None, ...], tuple[Layout, ...]]
 """Layouts of an operation's operands (None: not read) and of its results."""
@@ -84,7 +83,7 @@ def decisions(graph: Graph, placement: Placement) -> Any:
     from autoshard_ilp.apply import Decisions
 
     operands: dict[tuple[int, int], Layout] = {}
-    results: dict[tuple[int, int], Any] = {}
+    results: dict[tuple[int, int], Layout] = {}
     for op in graph.ops:
         reads, writes = placement.of(op.id)
         for i, layout in enumerate(reads):
@@ -92,26 +91,10 @@ def decisions(graph: Graph, placement: Placement) -> Any:
                 operands[op.id, i] = layout
         for j, layout in enumerate(writes):
             if graph.tensors[op.outputs[j]].shape:
-                results[op.id, j] = _resolved(graph, op, placement) if PARTIAL in layout else layout
-    operands = {key: layout for key, layout in operands.items() if PARTIAL not in layout}
-    results = {key: layout for key, layout in results.items() if layout is not None}
+                results[op.id, j] = layout
     regather = frozenset(op.id for op in graph.ops if _gathers_again(graph, op, placement))
     via = {(op_id, operand): layouts for op_id, operand, layouts in placement.via}
     return Decisions(operands, results, regather, via)
-
-
-def _resolved(graph: Graph, op: Op, placement: Placement) -> Layout | None:
-    """The layout that the sum gives to what ``op`` leaves partial; None behind an operation that rearranges it.
-
-    No constraint can say "partial sums": under the layout of the reduced sum, a compiler first reduces every term and
-    then merges the reductions.
-    """
-    layout: Layout | None = placement.of(op.id)[1][0]
-    while layout is not None and PARTIAL in layout:
-        consumers = graph.tensors[op.outputs[0]].consumers
-        op = graph.ops[consumers[0][0]]
-        layout = placement.of(op.id)[1][0] if op.primitive in SUMS else None
-    return layout
 
 
 def _gathers_again(graph: Graph, op: Op, placement: Placement) -> bool:

@@ -92,7 +92,8 @@ def strategies_of(
                 key = (operands, after, resolutions)
                 if key not in found:
                     found[key] = Strategy(operands, after, results[0] if results else None, resolutions, fraction)
-        if deferral.leaves and partial_axes and _all_add(rule, assignment, partial_axes):
+        adds = deferral.leaves and partial_axes and _all_add(rule, assignment, partial_axes)
+        if adds and all(divides(n, lay, axis_sizes) for n, lay in zip(operand_shapes, operands, strict=True)):
             left = tuple(PARTIAL if a in partial_axes else dim for a, dim in enumerate(results[0]))
             after = (left, *results[1:])
             found.setdefault((operands, after, ()), Strategy(operands, after, left, (), fraction))

@@ -2,9 +2,10 @@
 
 ``targets`` names hardware and makes meshes of compile-only devices; ``hlo`` reads the collectives of a compiled
 program (``hlo_text`` scans its text, ``replica_groups`` and ``trip_count`` interpret parts of it); ``flops`` counts its
-matrix multiplications; ``report`` compares. Nothing here imports jax before it is used.
+matrix multiplications; ``report`` compares, ``diff`` names what differs. Nothing here imports jax before it is used.
 """
 
+from autoshard_ilp.verify.diff import Difference as Difference
 from autoshard_ilp.verify.hlo import CompiledCollective as CompiledCollective
 from autoshard_ilp.verify.hlo import parse_collectives as parse_collectives
 from autoshard_ilp.verify.replica_groups import mesh_axes_of as mesh_axes_of

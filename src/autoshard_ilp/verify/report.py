@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard_ilp.verify.compiled import compile_planned, flops_per_device, memory_bytes
+from autoshard_ilp.verify.diff import Difference, differences
 from autoshard_ilp.verify.hlo import CompiledCollective, parse_collectives
 from autoshard_ilp.verify.hlo_text import parse_module
 from autoshard_ilp.verify.replica_groups import IRREGULAR
@@ -24,6 +25,10 @@ _EQUIVALENT = {
     "reduce-scatter": ("reduce-scatter", "all-reduce"),
     "all-gather": ("all-gather", "all-reduce"),
 }
+
+
+#: Share of the step's bytes below which a difference is not shown, and how many are shown at most.
+SHOWN_DIFFERENCE, SHOWN_DIFFERENCES = 1e-3, 12
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Verification:
         predicted_flops, compiled_flops: per device and step; None when unknown.
         compile_seconds: tracing, lowering and compiling.
         text: the optimized HLO.
+        differences: what only the plan or only the compiled program sends, with tensor and layer, the most bytes first
+            (:class:`~autoshard_ilp.verify.diff.Difference`).
     """
 
     target: str
@@ -79,6 +86,7 @@ class Verification:
     compiled_flops: float | None
     compile_seconds: float
     text: str = field(repr=False)
+    differences: tuple[Difference, ...] = field(default=(), repr=False)
 
     @property
     def predicted_bytes_per_device(self) -> int:
@@ -206,7 +214,23 @@ class Verification:
         totals = Table("", "predicted", "compiled", "ratio")
         for total in self._totals():
             totals.add_row(*total)
-        return rendered([table, totals], width, only_ascii).rstrip("\n")
+        shown = [table, totals, *self._difference_table(Table)]
+        return rendered(shown, width, only_ascii).rstrip("\n")
+
+    def _difference_table(self, make: Any) -> list[Any]:
+        """The differences that matter as a table of ``make`` (``rich.table.Table``), or nothing."""
+        least = SHOWN_DIFFERENCE * max(self.predicted_bytes_per_device, self.compiled_bytes_per_device)
+        lines = [d for d in self.differences if d.bytes_per_device > least][:SHOWN_DIFFERENCES]
+        if not lines:
+            return []
+        table = make(title="Collectives that only the plan (missing) or only the compiled program (surplus) has")
+        names = ("", "collective", "mesh axes", "sent per device", "tensor", "layer", "source")
+        for position, name in enumerate(names):
+            table.add_column(name, justify="right" if position == 3 else "left", overflow="fold")
+        for d in lines:
+            where = f"{d.layer}/{d.operation}".strip("/")
+            table.add_row(d.status, d.kind, "+".join(d.mesh_axes), _size(d.bytes_per_device), d.tensor, where, d.source)
+        return [table]
 
     def __repr__(self) -> str:
         return (
@@ -395,4 +419,11 @@ def verify(
         compiled_flops=flops_per_device(compiled, module),
         compile_seconds=elapsed,
         text=text,
+        differences=differences(
+            plan.collectives,
+            collectives,
+            spec.axis_names,
+            spec.axis_sizes,
+            getattr(getattr(plan, "executable", None), "graph", None),
+        ),
     )

@@ -1,0 +1,199 @@
+"""Collectives written out, where a partitioner left to itself would choose others than the plan's.
+
+Told only the layouts, XLA:TPU turns a reduce-scatter or an all-gather next to a product into a loop of permutes that
+keeps many partial products alive, writes an all-reduce and a permute where one axis computes copies; XLA:CPU makes no
+reduce-scatter. Under ``jax.shard_map`` each device computes on its part and the collective is the one that was priced:
+
+* an operation whose partial sums are reduce-scattered, arrive partial or stay partial (:func:`run`);
+* an all-gather or all-to-all on the way from one layout to the next (:func:`move`).
+
+Partial sums over mesh axes A travel between operations as an array with one dimension in front, of one entry per device
+along A. Where a dimension does not divide, both functions answer None and a sharding constraint must do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autoshard_ilp.rules.rule import Kind, OpView, Rule
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape, to_partition_spec
+
+#: Operations that may run on one device's parts; the value names a parameter that holds the result's shape.
+LOCAL: Mapping[str, str] = {
+    "dot_general": "",
+    "conv_general_dilated": "",
+    "reduce_sum": "",
+    "add": "",
+    "add_any": "",
+    "transpose": "",
+    "copy": "",
+    "reshape": "new_sizes",
+    "squeeze": "",
+}
+
+
+def runs_partial(op: OpView) -> bool:
+    """Whether :func:`run` can run an operation at all."""
+    if op.primitive == "conv_general_dilated":
+        return int(op.params["feature_group_count"]) == int(op.params["batch_group_count"]) == 1
+    return op.primitive in LOCAL
+
+
+def unreduced(rule: Rule, operands: Sequence[Layout | None]) -> tuple[tuple[int, ...], Layout] | None:
+    """What one device's share of an operation leaves before any reduction.
+
+    Args:
+        rule: of the operation.
+        operands: layout in which each operand is read; None: undecided.
+
+    Returns:
+        Mesh axes over which the result holds partial sums, in mesh order, and its layout over the others; None where
+        the operands do not agree on what an axis shards.
+    """
+    if not operands or any(layout is None for layout in operands):
+        return None
+    known = [layout for layout in operands if layout is not None]
+    sums, result = [], []
+    for axis in range(len(known[0])):
+        places = [(dims, layout[axis]) for dims, layout in zip(rule.operands, known, strict=True)]
+        factors = {PARTIAL if d == PARTIAL else dims[d][0] if dims[d] else "" for dims, d in places if d != WHOLE}
+        factor = factors.pop() if factors else WHOLE
+        if factors or factor == "":
+            return None
+        if factor == PARTIAL:
+            agreed = all(d == PARTIAL for _, d in places)
+        else:
+            agreed = all((d != WHOLE) == any(dim[:1] == (factor,) for dim in dims) for dims, d in places)
+        kind = rule.factors[factor] if isinstance(factor, str) else None
+        if not agreed or (kind is not None and kind.kind is Kind.REDUCTION and kind.combine != "add"):
+            return None
+        if factor == PARTIAL or (kind is not None and kind.kind is Kind.REDUCTION):
+            sums.append(axis)
+        result.append(next((i for i, dim in enumerate(rule.results[0]) if dim[:1] == (factor,)), WHOLE))
+    return tuple(sums), tuple(result)
+
+
+def run(
+    bind: Callable[..., Any],
+    op: OpView,
+    rule: Rule,
+    args: Sequence[Any],
+    layouts: tuple[Sequence[Layout | None], Layout | None],
+    mesh: Any,
+    axis_names: Sequence[str],
+) -> Any | None:
+    """An operation whose partial sums are scattered or left partial, device by device.
+
+    Args:
+        bind: the primitive's ``bind``.
+        op, rule: the whole operation and its rule.
+        args: operands; partial ones with their dimension in front.
+        layouts: of the operands, and of the one result.
+        mesh: ``jax.sharding.Mesh`` or ``AbstractMesh``.
+        axis_names: the mesh axis behind each entry of a layout.
+
+    Returns:
+        The result in its layout; None where there is nothing to scatter or leave, or dimensions do not divide.
+    """
+    operands, result = layouts
+    if not runs_partial(op) or len(op.out_shapes) != 1 or result is None:
+        return None
+    sums, before = unreduced(rule, operands) or ((), ())
+    arrives = any(PARTIAL in layout for layout in operands if layout is not None)
+    if not arrives and all(result[a] == WHOLE for a in sums):
+        return None
+    if any(place != result[a] for a, place in enumerate(before) if a not in sums):
+        return None
+    sizes = [mesh.shape[name] for name in axis_names]
+    sides = [*zip(op.in_shapes, operands, strict=True), (op.out_shapes[0], before), (op.out_shapes[0], result)]
+    if not all(layout is not None and divides(shape, layout, sizes) for shape, layout in sides):
+        return None
+    params = dict(op.params)
+    if LOCAL[op.primitive]:
+        params[LOCAL[op.primitive]] = local_shape(op.out_shapes[0], before, sizes)
+
+    def one_device(*parts: Any) -> Any:
+        whole = [part[0] if PARTIAL in layout else part for part, layout in zip(parts, operands, strict=True) if layout]
+        out = bind(*whole, **params)
+        return _reduced(out[0] if isinstance(out, (list, tuple)) else out, sums, result, axis_names)
+
+    return _mapped(one_device, args, op.in_shapes, operands, op.out_shapes[0], result, mesh, axis_names)
+
+
+def _reduced(value: Any, sums: Sequence[int], result: Layout, axis_names: Sequence[str]) -> Any:
+    """Partial sums scattered onto the dimensions that the result's layout names, then added up over the other axes."""
+    import jax
+
+    by_dim: dict[int, list[str]] = {}
+    for axis in sums:
+        by_dim.setdefault(result[axis], []).append(axis_names[axis])
+    for dim in sorted(d for d in by_dim if d >= 0):
+        value = jax.lax.psum_scatter(value, tuple(by_dim[dim]), scatter_dimension=dim, tiled=True)
+    if WHOLE in by_dim:
+        value = jax.lax.psum(value, tuple(by_dim[WHOLE]))
+    return value[None] if PARTIAL in by_dim else value
+
+
+def move(value: Any, before: Layout, after: Layout, mesh: Any, axis_names: Sequence[str]) -> Any | None:
+    """A value brought from one layout to the next by one all-gather or all-to-all.
+
+    Args:
+        value: laid out as ``before`` says.
+        before, after: layouts that differ in one step of :func:`autoshard_ilp.costs.reshard.steps`.
+        mesh: ``jax.sharding.Mesh`` or ``AbstractMesh``.
+        axis_names: the mesh axis behind each entry of a layout.
+
+    Returns:
+        The value in the layout ``after``; None where this is no such step, shards would come in another order, or a
+        dimension does not divide.
+    """
+    import jax
+
+    changed = [a for a, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
+    olds, news = {before[a] for a in changed}, {after[a] for a in changed}
+    sizes = [mesh.shape[name] for name in axis_names]
+    shape = tuple(value.shape)
+    if len(olds) != 1 or len(news) != 1 or min(*olds, *(d for d in news if d != WHOLE), 0) < 0:
+        return None
+    if not divides(shape, before, sizes) or not divides(shape, after, sizes):
+        return None
+    old, new = olds.pop(), news.pop()
+    if any(before[a] in (old, new) and before[a] != WHOLE for a in range(changed[0], len(before)) if a not in changed):
+        return None
+    names = tuple(axis_names[a] for a in changed)
+
+    def one_device(part: Any) -> Any:
+        if new == WHOLE:
+            return jax.lax.all_gather(part, names, axis=old, tiled=True)
+        return jax.lax.all_to_all(part, names, split_axis=new, concat_axis=old, tiled=True)
+
+    return _mapped(one_device, [value], [shape], [before], shape, after, mesh, axis_names)
+
+
+def _mapped(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    in_shapes: Sequence[tuple[int, ...]],
+    operands: Sequence[Layout | None],
+    out_shape: tuple[int, ...],
+    result: Layout,
+    mesh: Any,
+    axis_names: Sequence[str],
+) -> Any:
+    import jax
+
+    in_specs = tuple(
+        _spec(layout, len(shape), axis_names) for layout, shape in zip(operands, in_shapes, strict=True) if layout
+    )
+    out_specs = _spec(result, len(out_shape), axis_names)
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+
+
+def _spec(layout: Layout, rank: int, axis_names: Sequence[str]) -> Any:
+    """PartitionSpec of a layout; of partial sums, with the dimension in front."""
+    from jax.sharding import PartitionSpec
+
+    spec = to_partition_spec(layout, rank, axis_names)
+    sums = tuple(name for name, place in zip(axis_names, layout, strict=True) if place == PARTIAL)
+    return PartitionSpec(sums, *spec) if sums else spec

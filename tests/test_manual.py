@@ -1,0 +1,181 @@
+"""Collectives written out: the values are right, and the compiled program sends what was priced, on every backend."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+
+from autoshard_ilp import manual
+from autoshard_ilp._jax_compat import open_jaxpr
+from autoshard_ilp.costs.reshard import steps
+from autoshard_ilp.costs.table import resolution_payloads
+from autoshard_ilp.deferral import Deferral
+from autoshard_ilp.rules import rule_for
+from autoshard_ilp.rules.rule import OpView
+from autoshard_ilp.sharding import PARTIAL, WHOLE
+from autoshard_ilp.strategies import layouts_of, strategies_of
+from autoshard_ilp.verify import parse_collectives
+from compiled import NAMES, SIZES, mesh_of, needs_cuda, predicted, sharding
+
+FUNCTIONS = {
+    "product": (lambda a, b: a @ b, [(8, 16), (16, 24)]),
+    "batched": (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), [(8, 8, 16), (8, 16, 8)]),
+    "reduce_sum": (lambda a: jnp.sum(a, axis=1), [(8, 16, 8)]),
+    "convolution": (
+        lambda a, k: lax.conv_general_dilated(a, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        [(8, 4, 4, 8), (3, 3, 8, 16)],
+    ),
+}
+
+
+def equation(function: Any, shapes: list[tuple[int, ...]], dtype: str = "float32") -> tuple[Any, OpView]:
+    """The one equation of a function, and the view that its rule sees."""
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes)))
+    (eqn,) = jaxpr.eqns
+    ins, outs = ([v.aval for v in side] for side in (eqn.invars, eqn.outvars))
+    shapes_of = [tuple(tuple(a.shape) for a in side) for side in (ins, outs)]
+    types_of = [tuple(a.dtype.name for a in side) for side in (ins, outs)]
+    return eqn, OpView(eqn.primitive.name, *shapes_of, *types_of, eqn.params)
+
+
+def scattering(view: OpView) -> list[Any]:
+    rule = rule_for(view)
+    found = strategies_of(rule, view.in_shapes, view.out_shapes, SIZES)
+    return [s for s in found if any(r.kind == "reduce-scatter" for r in s.resolutions)]
+
+
+def runner(eqn: Any, view: OpView, strategy: Any, mesh: Any) -> Any:
+    layouts = (strategy.operands, strategy.results[0])
+    return lambda *args: manual.run(eqn.primitive.bind, view, rule_for(view), args, layouts, mesh, NAMES)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_scattering_strategy_computes_the_same_and_sends_its_price_on_cpu(name):
+    function, shapes = FUNCTIONS[name]
+    eqn, view = equation(function, shapes)
+    mesh, rng = mesh_of("cpu:8"), np.random.default_rng(0)
+    args = [rng.integers(-4, 5, s).astype("float32") for s in shapes]  # integers: sums are exact in any order
+    chosen = scattering(view)
+    assert chosen
+    for strategy in chosen[:: max(1, len(chosen) // 6)]:
+        ins = tuple(sharding(mesh, lay, len(s)) for lay, s in zip(strategy.operands, shapes, strict=True))
+        compiled = jax.jit(runner(eqn, view, strategy, mesh), in_shardings=ins).lower(*args).compile()
+        placed = [jax.device_put(a, s) for a, s in zip(args, ins, strict=True)]
+        np.testing.assert_array_equal(compiled(*placed), function(*args))
+        sent: dict[str, float] = {}
+        for c in parse_collectives(compiled.as_text()):
+            sent[c.kind] = sent.get(c.kind, 0.0) + c.total_bytes_per_device
+        assert sent == predicted(resolution_payloads(strategy, view.out_shapes[0], 4, SIZES))
+
+
+def test_partial_sums_travel_and_are_reduced_once():
+    """x a + (y b)^T over both axes of the mesh, every way to resolve it."""
+    shapes = [(8, 16), (16, 8)]
+    product, product_view = equation(lambda a, b: a @ b, shapes)
+    turn, turn_view = equation(lambda a: a.T, [(8, 8)])
+    add, add_view = equation(jnp.add, [(8, 8)] * 2)
+    mesh, rng = mesh_of("cpu:8"), np.random.default_rng(1)
+    args = [rng.integers(-4, 5, s).astype("float32") for s in shapes * 2]
+    rule = rule_for(product_view)
+    lefts = [s for s in strategies_of(rule, *_sides(product_view), SIZES, deferral=Deferral(leaves=True))
+             if PARTIAL in s.results[0]]  # fmt: skip
+    assert {s.results[0] for s in lefts} >= {(PARTIAL, PARTIAL), (PARTIAL, WHOLE), (0, PARTIAL), (PARTIAL, 1)}
+    sums = strategies_of(rule_for(add_view), *_sides(add_view), SIZES, deferral=Deferral(True, True))
+    turns = strategies_of(rule_for(turn_view), *_sides(turn_view), SIZES, deferral=Deferral(True, False, True))
+    for first in lefts:
+        turned = next(s for s in turns if s.results[0] == first.results[0] and PARTIAL in s.operands[0])
+        second = next(s for s in lefts if s.results[0] == turned.operands[0])
+        for total in (s for s in sums if s.operands == (first.results[0],) * 2):
+            run = {
+                "product": runner(product, product_view, first, mesh),
+                "other": runner(product, product_view, second, mesh),
+                "turn": runner(turn, turn_view, turned, mesh),
+            }
+
+            def both(a, b, c, d, run=run, total=total):
+                terms = run["product"](a, b), run["turn"](run["other"](c, d))
+                return runner(add, add_view, total, mesh)(*terms)
+
+            ins = tuple(sharding(mesh, lay, 2) for lay in (*first.operands, *second.operands))
+            placed = [jax.device_put(a, s) for a, s in zip(args, ins, strict=True)]
+            np.testing.assert_array_equal(jax.jit(both)(*placed), args[0] @ args[1] + (args[2] @ args[3]).T)
+
+
+def _sides(view: OpView) -> tuple[Any, Any]:
+    return view.in_shapes, view.out_shapes
+
+
+class _Prices:
+    """Time of a collective is its bytes; enough to order the steps of a resharding."""
+
+    def seconds(self, kind: str, axes: tuple[int, ...], payload_bytes: float) -> float:
+        return payload_bytes
+
+
+def test_every_step_of_a_resharding_moves_the_values_as_priced_on_cpu():
+    shape = (16, 8, 24)
+    mesh = mesh_of("cpu:8")
+    value = np.arange(np.prod(shape), dtype="float32").reshape(shape)
+    pairs = itertools.permutations(layouts_of(shape, SIZES), 2)
+    seen = {
+        (before, step.after)
+        for start, end in pairs
+        for before, step in _consecutive(start, steps(shape, 4, start, end, SIZES, _Prices()))
+        if step.kind in ("all-gather", "all-to-all")
+    }
+    moved = 0
+    for before, after in sorted(seen)[::4]:
+        at = jax.device_put(value, sharding(mesh, before, 3))
+        if manual.move(at, before, after, mesh, NAMES) is None:
+            continue
+        moved += 1
+        compiled = jax.jit(lambda x, b=before, a=after: manual.move(x, b, a, mesh, NAMES)).lower(at).compile()
+        out = compiled(at)
+        assert out.sharding.is_equivalent_to(sharding(mesh, after, 3), 3)
+        np.testing.assert_array_equal(out, value)
+        (found,) = parse_collectives(compiled.as_text())
+        (step,) = (s for s in steps(shape, 4, before, after, SIZES, _Prices()) if s.kind != "slice")
+        assert {found.kind: found.total_bytes_per_device} == predicted([(step.kind, step.axes, step.payload_bytes)])
+    assert moved > 8
+
+
+def _consecutive(start: Any, found: Any) -> Any:
+    before = start
+    for step in found:
+        yield before, step
+        before = step.after
+
+
+def test_what_cannot_be_written_out_is_left_to_a_constraint():
+    mesh = mesh_of("cpu:8")
+    uneven = jnp.zeros((6, 9))
+    assert manual.move(uneven, (WHOLE, 0), (WHOLE, WHOLE), mesh, NAMES) is None  # 6 does not divide by 4
+    both = jnp.zeros((8, 8))
+    assert manual.move(both, (0, 0), (WHOLE, 0), mesh, NAMES) is None  # the shards would come in another order
+    assert manual.move(both, (WHOLE, 0), (0, 0), mesh, NAMES) is None  # a slice sends nothing
+    assert manual.move(both, (0, 1), (1, 0), mesh, NAMES) is None  # two steps at once
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_the_gpu_compiler_keeps_a_scatter_beside_copies():
+    """A reduce-scatter over one axis while the other computes copies: XLA left alone all-reduces and permutes."""
+    eqn, view = equation(lambda a, b: a @ b, [(1024, 2048), (2048, 4096)], "bfloat16")
+    found = [s for s in scattering(view) if WHOLE in (s.operands[0][0], s.operands[0][1]) and s.fraction > 1 / 8]
+    mesh = mesh_of("h100:8")
+    for strategy in found:
+        ins = tuple(sharding(mesh, lay, 2) for lay in strategy.operands)
+        args = [jax.ShapeDtypeStruct(s, "bfloat16") for s in view.in_shapes]
+        out = NamedSharding(mesh, sharding(mesh, strategy.results[0], 2).spec)
+        jitted = jax.jit(runner(eqn, view, strategy, mesh), in_shardings=ins, out_shardings=out)
+        sent: dict[str, float] = {}
+        for c in parse_collectives(jitted.lower(*args).compile().as_text()):
+            sent[c.kind] = sent.get(c.kind, 0.0) + c.total_bytes_per_device
+        assert sent == predicted(resolution_payloads(strategy, view.out_shapes[0], 2, SIZES))
