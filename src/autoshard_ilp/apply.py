@@ -144,7 +144,7 @@ class _Plan:
     def move(self, value: Any, tensor: int, before: Layout | None, after: Layout | None) -> Any:
         """``value`` one step further, from one decided layout to the next, by the collective that was priced."""
         moved = None
-        if None not in (before, after) and before != after and not compat.is_key_dtype(getattr(value, "dtype", None)):
+        if before and after and before != after and not compat.is_key_dtype(getattr(value, "dtype", None)):
             moved = manual.move(value, before, after, self.mesh, self.axis_names)
         return self.constrain(value, tensor, after) if moved is None else moved
 
