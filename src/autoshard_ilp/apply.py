@@ -155,9 +155,9 @@ class _Plan:
         return self._latest.get(op.id)
 
     def sharding(self, tensor: int) -> NamedSharding | None:
-        """The decided layout of a tensor where it is produced, as JAX writes it."""
+        """The decided layout of a tensor where it is produced, as JAX writes it (partial sums: a dimension in front)."""
         layout, rank = self.layout(tensor), len(self.graph.tensors[tensor].shape)
-        return None if layout is None else NamedSharding(self.mesh, to_partition_spec(layout, rank, self.axis_names))
+        return None if layout is None else NamedSharding(self.mesh, manual.spec_of(layout, rank, self.axis_names))
 
 
 class _Frame:

@@ -184,16 +184,16 @@ def _mapped(
     import jax
 
     in_specs = tuple(
-        _spec(layout, len(shape), axis_names) for layout, shape in zip(operands, in_shapes, strict=True) if layout
+        spec_of(layout, len(shape), axis_names) for layout, shape in zip(operands, in_shapes, strict=True) if layout
     )
-    out_specs = _spec(result, len(out_shape), axis_names)
+    out_specs = spec_of(result, len(out_shape), axis_names)
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
 
-def _spec(layout: Layout, rank: int, axis_names: Sequence[str]) -> Any:
+def spec_of(layout: Layout, rank: int, axis_names: Sequence[str]) -> Any:
     """PartitionSpec of a layout; of partial sums, with the dimension in front."""
     from jax.sharding import PartitionSpec
 
-    spec = to_partition_spec(layout, rank, axis_names)
+    spec = to_partitionspec_of(layout, rank, axis_names)
     sums = tuple(name for name, place in zip(axis_names, layout, strict=True) if place == PARTIAL)
     return PartitionSpec(sums, *spec) if sums else spec
