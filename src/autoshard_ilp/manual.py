@@ -194,6 +194,6 @@ def spec_of(layout: Layout, rank: int, axis_names: Sequence[str]) -> Any:
     """PartitionSpec of a layout; of partial sums, with the dimension in front."""
     from jax.sharding import PartitionSpec
 
-    spec = to_partitionspec_of(layout, rank, axis_names)
+    spec = to_partition_spec(layout, rank, axis_names)
     sums = tuple(name for name, place in zip(axis_names, layout, strict=True) if place == PARTIAL)
     return PartitionSpec(sums, *spec) if sums else spec
