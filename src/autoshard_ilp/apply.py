@@ -155,9 +155,12 @@ class _Plan:
         return self._latest.get(op.id)
 
     def sharding(self, tensor: int) -> NamedSharding | None:
-        """The decided layout of a tensor where it is produced, as JAX writes it (partial sums: a dimension in front)."""
-        layout, rank = self.layout(tensor), len(self.graph.tensors[tensor].shape)
-        return None if layout is None else NamedSharding(self.mesh, manual.spec_of(layout, rank, self.axis_names))
+        """The decided layout of a tensor where it is produced, as JAX writes it (see :mod:`manual` for partial sums)."""
+        layout = self.layout(tensor)
+        if layout is None:
+            return None
+        spec = manual.spec_of(layout, len(self.graph.tensors[tensor].shape), self.axis_names)
+        return NamedSharding(self.mesh, spec)
 
 
 class _Frame:
