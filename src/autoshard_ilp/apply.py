@@ -155,7 +155,7 @@ class _Plan:
         return self._latest.get(op.id)
 
     def sharding(self, tensor: int) -> NamedSharding | None:
-        """The decided layout of a tensor where it is produced, as JAX writes it (see :mod:`manual` for partial sums)."""
+        """The decided layout of a tensor where it is produced (partial sums as :mod:`manual` holds them)."""
         layout = self.layout(tensor)
         if layout is None:
             return None
