@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from autoshard_ilp.errors import AutoshardError as AutoshardError
+from autoshard_ilp.errors import CheckpointError as CheckpointError
 from autoshard_ilp.errors import InfeasibleError as InfeasibleError
 from autoshard_ilp.errors import InputShapeError as InputShapeError
 from autoshard_ilp.errors import PlanFileError as PlanFileError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from autoshard_ilp.api import optimize as optimize
     from autoshard_ilp.baselines import baseline as baseline
     from autoshard_ilp.calibration.calibrate import calibrate as calibrate
+    from autoshard_ilp.checkpoint import restore_checkpoint as restore_checkpoint
+    from autoshard_ilp.checkpoint import save_checkpoint as save_checkpoint
     from autoshard_ilp.costs.profile import HardwareProfile as HardwareProfile
     from autoshard_ilp.costs.profile import load_profile as profile  # noqa: F401
     from autoshard_ilp.costs.profile import profiles as profiles
@@ -39,6 +42,8 @@ _LAZY = {
     "load": ("autoshard_ilp.api", "load"),
     "calibrate": ("autoshard_ilp.calibration.calibrate", "calibrate"),
     "baseline": ("autoshard_ilp.baselines", "baseline"),
+    "save_checkpoint": ("autoshard_ilp.checkpoint", "save_checkpoint"),
+    "restore_checkpoint": ("autoshard_ilp.checkpoint", "restore_checkpoint"),
     "optimize_fn": ("autoshard_ilp.functions", "optimize_fn"),
     "Plan": ("autoshard_ilp.plan", "Plan"),
     "SolverOptions": ("autoshard_ilp.program.model", "SolverOptions"),

@@ -33,6 +33,10 @@ class PlanFileError(AutoshardError, ValueError):
     """A plan file that is missing, corrupt, foreign, or written by a newer version."""
 
 
+class CheckpointError(AutoshardError, ValueError):
+    """A checkpoint that is missing, damaged, foreign, or of other variables than those to restore."""
+
+
 class TargetError(AutoshardError, ValueError):
     """A verification target that is unknown, or whose compiler is not installed."""
 

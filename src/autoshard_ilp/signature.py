@@ -73,8 +73,15 @@ def _dtype(name: str) -> Any:
 
     if not name.startswith("key<"):
         return jax.numpy.dtype(name)
+    implementation = key_implementation(name)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+
+
+def key_implementation(name: str) -> str:
+    """The implementation of a random key's dtype, such as "threefry2x32" of "key<fry>"; ValueError if unknown."""
+    import jax
+
     for implementation in ("threefry2x32", "rbg", "unsafe_rbg"):
-        dtype = jax.eval_shape(lambda key=implementation: jax.random.key(0, impl=key)).dtype
-        if str(dtype) == name:
-            return dtype
+        if str(jax.eval_shape(lambda key=implementation: jax.random.key(0, impl=key)).dtype) == name:
+            return implementation
     raise ValueError(f"unknown random key {name!r}")

@@ -30,6 +30,7 @@ from autoshard_ilp.keras_integration.inspection import symbolic_inputs as symbol
 from autoshard_ilp.keras_integration.inspection import symbolic_outputs as symbolic_outputs
 from autoshard_ilp.keras_integration.state import compiled_state as compiled_state
 from autoshard_ilp.keras_integration.state import initial_state as initial_state
+from autoshard_ilp.keras_integration.state import initial_values as initial_values
 from autoshard_ilp.keras_integration.state import place as place
 from autoshard_ilp.keras_integration.state import write_state as write_state
 from autoshard_ilp.keras_integration.trainer import attach as attach
