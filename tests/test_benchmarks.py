@@ -36,3 +36,19 @@ def test_smoke(driver, tmp_path):
         assert by_plan["optimize"]["status"] == "optimal" and by_plan["keras_hub"]["status"] == "no layout map"
         assert all(float(row["x optimum"]) >= 1 for row in rows if row["x optimum"])
     assert not list(tmp_path.iterdir())
+
+
+def test_measured_steps_smoke(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "measured_steps.py"), "--smoke"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = table_rows(done.stdout[done.stdout.index("## narrow_mlp") :])
+    assert rows[0]["plan"] == "optimize" and len(rows) >= 5
+    assert all(float(row["measured ms"]) > 0 and float(row["predicted ms"]) > 0 for row in rows)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,255 @@
+"""Predicted against measured step time on attached devices: the plan and every baseline, for several models.
+
+python benchmarks/measured_steps.py                      # calibrates 8 CPU devices, writes results/measured_steps*
+python benchmarks/measured_steps.py --profile here.toml  # with a profile calibrated before (autoshard calibrate)
+python benchmarks/measured_steps.py --smoke              # one tiny model on the assumed profile, printed only
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from common import answer, import_everything, in_own_process, machine, result_file, table
+
+MESH = {"data": 2, "model": 4}
+COLUMNS = {
+    "plan": "",
+    "predicted ms": ".2f",
+    "compute ms": ".2f",
+    "communication ms": ".2f",
+    "measured ms": ".2f",
+    "noise ms": ".2f",
+    "measured / predicted": ".2f",
+}
+
+
+def _compiled(model: Any, loss: str = "mse") -> Any:
+    model.compile(optimizer="adam", loss=loss)
+    return model
+
+
+def wide_mlp() -> Any:
+    """Large weights, small batch."""
+    import keras
+
+    dense = [keras.layers.Dense(2048, "relu") for _ in range(4)]
+    return _compiled(keras.Sequential([keras.Input((2048,)), *dense]))
+
+
+def narrow_mlp() -> Any:
+    """Small weights, large batch."""
+    import keras
+
+    dense = [keras.layers.Dense(256, "relu") for _ in range(6)]
+    return _compiled(keras.Sequential([keras.Input((256,)), *dense]))
+
+
+def tokens(preset: str, **config: Any) -> Callable[[], Any]:
+    """A KerasHub language model of reduced size."""
+
+    def build() -> Any:
+        import keras
+        import keras_hub
+
+        backbone = getattr(keras_hub.models, f"{preset}Backbone")(**config)
+        inputs = {k: keras.Input((128,), dtype="int32", name=k) for k in ("token_ids", "padding_mask")}
+        logits = backbone.token_embedding(backbone(inputs), reverse=True)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return _compiled(keras.Model(inputs, logits), loss)
+
+    return build
+
+
+def convolutions() -> Any:
+    """A small residual network."""
+    import keras
+
+    x = inputs = keras.Input((32, 32, 16))
+    for width in (64, 128):
+        x = keras.layers.Conv2D(width, 3, strides=2, padding="same")(x)
+        y = keras.layers.BatchNormalization()(keras.layers.Conv2D(width, 3, padding="same")(x))
+        x = keras.layers.ReLU()(x + y)
+    return _compiled(keras.Model(inputs, keras.layers.Dense(100)(keras.layers.GlobalAveragePooling2D()(x))))
+
+
+def recurrent() -> Any:
+    """An LSTM: a loop in the step."""
+    import keras
+
+    return _compiled(
+        keras.Sequential([keras.Input((32, 256)), keras.layers.LSTM(256), keras.layers.Dense(256)]),
+    )
+
+
+_GPT2 = {
+    "vocabulary_size": 4096,
+    "num_layers": 2,
+    "num_heads": 8,
+    "hidden_dim": 256,
+    "intermediate_dim": 1024,
+    "max_sequence_length": 128,
+}
+_LLAMA = {
+    "vocabulary_size": 4096,
+    "num_layers": 2,
+    "num_query_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_dim": 256,
+    "intermediate_dim": 1024,
+}
+MODELS: Mapping[str, tuple[Callable[[], Any], int]] = {
+    "wide_mlp": (wide_mlp, 64),
+    "narrow_mlp": (narrow_mlp, 8192),
+    "gpt2": (tokens("GPT2", **_GPT2), 16),
+    "llama": (tokens("Llama", **_LLAMA, tie_word_embeddings=True), 16),
+    "convolutions": (convolutions, 128),
+    "lstm": (recurrent, 128),
+}
+"""Models that fit eight virtual devices on a small host, with their global batch."""
+
+
+def measure(name: str, profile: str, steps: int) -> list[dict[str, Any]]:
+    """Plans and runs one model by the optimum and every baseline, interleaved so that disturbances hit all of them."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", math.prod(MESH.values()))
+    import_everything()
+    import autoshard_ilp as autoshard
+    from autoshard_ilp.baselines import BASELINES
+
+    build, batch_size = MODELS[name]
+    options = {"hardware": profile, "batch_size": batch_size, "progress": False, "remat": "never"}
+    rows, runs = [], []
+    for kind in ("optimize", *BASELINES):
+        try:
+            if kind == "optimize":
+                plan = autoshard.optimize(build, MESH, **options)
+            else:
+                plan = autoshard.baseline(build, MESH, kind, **options)
+        except (autoshard.InfeasibleError, autoshard.UnsupportedModelError):
+            continue
+        rows.append(
+            {
+                "case": name,
+                "plan": kind,
+                "predicted ms": plan.cost.total_s * 1e3,
+                "compute ms": plan.cost.compute_s * 1e3,
+                "communication ms": plan.cost.communication_s * 1e3,
+            }
+        )
+        runs.append(_Run(plan))
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(steps):
+        for run, taken in zip(runs, seconds, strict=True):
+            taken.append(run.step())
+    for row, taken in zip(rows, seconds, strict=True):
+        best = sorted(taken)[: max(1, len(taken) // 2)]
+        row["measured ms"] = statistics.median(best) * 1e3
+        row["noise ms"] = (best[-1] - best[0]) * 1e3
+        row["measured / predicted"] = row["measured ms"] / row["predicted ms"]
+    return rows
+
+
+class _Run:
+    """A plan's program with its state, ready to step."""
+
+    def __init__(self, plan: Any) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        self.program = plan.jit()
+        self.state = plan.init_state(seed=0)
+        batch = plan.abstract_args()[1]
+        self.batch = jax.tree.map(lambda a: jax.device_put(jnp.ones(a.shape, a.dtype), a.sharding), batch)
+        self.step()
+
+    def step(self) -> float:
+        import jax
+
+        began = time.perf_counter()
+        self.state, logs = self.program(self.state, self.batch)
+        jax.block_until_ready((self.state, logs))
+        return time.perf_counter() - began
+
+
+def ranks(rows: list[dict[str, Any]]) -> float:
+    """Spearman's rank correlation of predicted and measured time."""
+    from scipy.stats import spearmanr
+
+    return float(spearmanr([r["predicted ms"] for r in rows], [r["measured ms"] for r in rows]).statistic)
+
+
+def report(rows: list[dict[str, Any]], profile: Path | None) -> str:
+    """The result file."""
+    figures = f"the profile `{profile.name}`, measured on the same devices" if profile else "assumed figures (cpu-host)"
+    parts = [
+        f"# Measured steps\n\n{machine()}\n\nWhole training steps on 8 virtual CPU devices, mesh data=2, model=4, "
+        f"predicted with {figures}. The plans of a model take turns; measured: median of the faster half of the steps, "
+        "noise: spread of that half. Reproduce with `python benchmarks/measured_steps.py`."
+    ]
+    timed = [r for r in rows if "measured ms" in r]
+    if len(timed) > 2:
+        parts.append(f"Rank correlation over all {len(timed)} plans: {ranks(timed):.3f}.")
+    for name in dict.fromkeys(r["case"] for r in timed):
+        own = [r for r in timed if r["case"] == name]
+        best = min(own[1:], key=lambda r: r["measured ms"], default=own[0])
+        slower = own[0]["measured ms"] - best["measured ms"]
+        noise = max(own[0]["noise ms"], best["noise ms"])
+        verdict = "not slower than" if slower <= noise else "SLOWER than"
+        parts.append(
+            f"## {name}\n\nThe plan is {verdict} the best baseline ({best['plan']}) within the noise: "
+            f"{slower:+.2f} ms against {noise:.2f} ms. Rank correlation {ranks(own):.2f}.\n\n{table(own, COLUMNS)}"
+        )
+    failed = [f"- {r['case']}: {r['status']}" for r in rows if "measured ms" not in r]
+    return "\n\n".join([*parts, *(["Failed:\n\n" + "\n".join(failed)] if failed else [])]) + "\n"
+
+
+def calibrated(path: Path) -> None:
+    """Writes the profile of 8 CPU devices."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", math.prod(MESH.values()))
+    import autoshard_ilp as autoshard
+
+    autoshard.calibrate(MESH, output=path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="one model, three steps, printed only")
+    parser.add_argument("--only", default="", help="models whose name contains one of these texts, with commas")
+    parser.add_argument("--profile", type=Path, help="a profile of these devices; default: calibrate now")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps per plan")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        answer(options.answer, measure(options.case, str(options.profile), options.steps))
+        return 0
+    output = None if options.smoke or options.only else result_file("measured_steps")
+    profile = options.profile
+    if profile is None and output is not None:
+        profile = output.with_name("cpu-8-measured.toml")
+        calibrated(profile)
+    names = ["narrow_mlp"] if options.smoke else [n for n in MODELS if any(t in n for t in options.only.split(","))]
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        steps = 3 if options.smoke else options.steps
+        rows += in_own_process(__file__, name, ["--profile", str(profile or "cpu-host"), "--steps", str(steps)])
+        print(f"{name}: {len(rows)} rows", file=sys.stderr, flush=True)
+        if output:
+            output.write_text(report(rows, profile))
+    if not output:
+        print(report(rows, profile))
+    return 0 if rows and all("measured ms" in row for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
