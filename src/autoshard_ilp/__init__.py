@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from autoshard_ilp.costs.profile import HardwareProfile as HardwareProfile
     from autoshard_ilp.costs.profile import load_profile as profile  # noqa: F401
     from autoshard_ilp.costs.profile import profiles as profiles
+    from autoshard_ilp.explore.meshes import search_mesh as search_mesh
+    from autoshard_ilp.explore.pareto import pareto as pareto
+    from autoshard_ilp.explore.sizing import largest_batch as largest_batch
+    from autoshard_ilp.explore.sizing import smallest_slice as smallest_slice
     from autoshard_ilp.functions import optimize_fn as optimize_fn
     from autoshard_ilp.plan import Plan as Plan
     from autoshard_ilp.program.model import SolverOptions as SolverOptions
@@ -44,6 +48,10 @@ _LAZY = {
     "baseline": ("autoshard_ilp.baselines", "baseline"),
     "save_checkpoint": ("autoshard_ilp.checkpoint", "save_checkpoint"),
     "restore_checkpoint": ("autoshard_ilp.checkpoint", "restore_checkpoint"),
+    "search_mesh": ("autoshard_ilp.explore.meshes", "search_mesh"),
+    "smallest_slice": ("autoshard_ilp.explore.sizing", "smallest_slice"),
+    "largest_batch": ("autoshard_ilp.explore.sizing", "largest_batch"),
+    "pareto": ("autoshard_ilp.explore.pareto", "pareto"),
     "optimize_fn": ("autoshard_ilp.functions", "optimize_fn"),
     "Plan": ("autoshard_ilp.plan", "Plan"),
     "SolverOptions": ("autoshard_ilp.program.model", "SolverOptions"),

@@ -149,7 +149,8 @@ def plan_traced(
 def with_history(plan: Plan, policies: Sequence[str], failures: Sequence[Failure]) -> Plan:
     """The plan with what another question about it needs: policies to try, and those that did not fit."""
     assert plan.trail is not None
-    return replace(plan, trail=replace(plan.trail, policies=tuple(policies), failures=tuple(failures)))
+    kept = tuple(f for f in failures if f.step.remat in policies)  # those of a search between them hold much memory
+    return replace(plan, trail=replace(plan.trail, policies=tuple(policies), failures=kept))
 
 
 def check_request(

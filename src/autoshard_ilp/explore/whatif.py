@@ -105,17 +105,20 @@ class _Attempt:
 
 
 def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress) -> Plan:
-    """The plan under new options: the first rematerialisation policy that fits."""
+    """The plan under new options, with as little rematerialisation as fits."""
     from autoshard_ilp import api
+    from autoshard_ilp.rematsearch import search
 
     known = _attempts(plan)
-    failures: list[FailedProblem] = []
-    for policy in policies:
-        found = _again(plan, known.get(policy), policy, request, progress)
-        if isinstance(found, Plan):
-            return api.with_history(found, policies, failures)
-        failures.append(found)
-    raise api.infeasible(failures, request)
+    found = search(
+        policies,
+        lambda policy: _again(plan, known.get(policy), policy, request, progress),
+        lambda failed: failed.step.blocks,
+        request.solver.time_limit,
+    )
+    if found.plan is None:
+        raise api.infeasible(found.failures, request)
+    return api.with_history(found.plan, policies, found.failures)
 
 
 def _attempts(plan: Plan) -> dict[str, _Attempt]:

@@ -1,0 +1,103 @@
+"""Figures of frontiers, mesh searches and sweeps (matplotlib), on a transparent ground for light and dark pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard_ilp.plots.colours import INK, LAYERS, OTHER
+
+SIZE_INCHES = (7.0, 4.0)
+
+
+def axes(ax: Any = None, size: tuple[float, float] = SIZE_INCHES) -> tuple[Any, Any]:
+    """A figure and axes to draw into; ImportError says what to install. The figure is closed for pyplot, so that a
+    notebook shows it once."""
+    if ax is not None:
+        return ax.figure, ax
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError('Figures need matplotlib: pip install "autoshard-ilp[notebook]".') from error
+    figure, made = pyplot.subplots(figsize=size, layout="constrained")
+    pyplot.close(figure)
+    figure.patch.set_alpha(0.0)
+    made.patch.set_alpha(0.0)
+    for spine in made.spines.values():
+        spine.set_color(INK)
+    for side in ("top", "right"):
+        made.spines[side].set_visible(False)
+    made.tick_params(colors=INK)
+    made.grid(color=INK, alpha=0.2, linewidth=0.6)
+    for text in (made.xaxis.label, made.yaxis.label, made.title):
+        text.set_color(INK)
+    return figure, made
+
+
+def scale_of_seconds(values: Sequence[float]) -> tuple[float, str]:
+    """A unit that suits some times: (seconds per unit, its name)."""
+    largest = max((abs(v) for v in values if math.isfinite(v)), default=1.0)
+    return next(((s, n) for s, n in ((1.0, "s"), (1e-3, "ms")) if largest >= s), (1e-6, "us"))
+
+
+def scale_of_bytes(values: Sequence[float]) -> tuple[float, str]:
+    """A decimal unit that suits some sizes: (bytes per unit, its name)."""
+    largest = max(values, default=1.0)
+    return next(((s, n) for s, n in ((1e9, "GB"), (1e6, "MB")) if largest >= s), (1e3, "kB"))
+
+
+def legend(ax: Any, **options: Any) -> None:
+    """A legend without a frame, when there is something to name."""
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(frameon=False, labelcolor=INK, **options)
+
+
+def pareto_figure(frontier: Any, ax: Any = None) -> Any:
+    """Step time against memory budget: a staircase with one mark per plan, the hardware's memory as a line."""
+    figure, ax = axes(ax)
+    points = [p for p in frontier.points if math.isfinite(p.total_s)]
+    unit, name = scale_of_seconds([p.total_s for p in points])
+    per, size_name = scale_of_bytes([p.budget_bytes for p in points])
+    budgets = [p.budget_bytes / per for p in points]
+    times = [p.total_s / unit for p in points]
+    if points:
+        end = max(budgets[-1] * 1.08, budgets[-1] + 1e-9)
+        ax.step([*budgets, end], [*times, times[-1]], where="post", color=LAYERS[0], linewidth=1.6)
+    for status, label, fill in (("optimal", "proved", LAYERS[0]), ("feasible", "not proved", "none")):
+        chosen = [(b, t) for b, t, p in zip(budgets, times, points, strict=True) if p.status == status]
+        if chosen:
+            ax.scatter(*zip(*chosen, strict=True), s=28, zorder=3, facecolors=fill, edgecolors=LAYERS[0], label=label)
+    usable = frontier.usable_bytes / per
+    if points and usable <= 2.5 * max(budgets):
+        ax.axvline(usable, color=LAYERS[1], linestyle="--", linewidth=1.2, label=f"usable on {frontier.hardware}")
+    least = frontier.minimum_bytes
+    if least and points and least >= 0.2 * min(p.budget_bytes for p in points):
+        ax.axvspan(0.97 * least / per, least / per, color=OTHER, alpha=0.35, linewidth=0, label="no plan fits")
+    ax.set_xlabel(f"memory budget per device ({size_name})")
+    ax.set_ylabel(f"predicted step ({name})")
+    ax.set_title(f"{frontier.mesh} of {frontier.hardware}", fontsize=10)
+    legend(ax, loc="upper right")
+    return figure
+
+
+def mesh_figure(search: Any, ax: Any = None) -> Any:
+    """Step time by mesh, compute and communication stacked; pruned meshes as their lower bound."""
+    shown = [c for c in search.candidates if c.make is not None or c.status == "pruned"]
+    figure, ax = axes(ax, (7.0, 0.8 + 0.32 * max(3, len(shown))))
+    several = len({c.hardware for c in shown}) > 1
+    unit, name = scale_of_seconds([c.total_s if c.make is not None else c.lower_bound_s for c in shown])
+    for position, c in enumerate(shown):
+        if c.make is None:
+            ax.barh(position, c.lower_bound_s / unit, color="none", edgecolor=OTHER, linestyle="--")
+            continue
+        ax.barh(position, c.compute_s / unit, color=OTHER, label="compute")
+        ax.barh(position, c.communication_s / unit, left=c.compute_s / unit, color=LAYERS[0], label="communication")
+    ax.set_yticks(range(len(shown)), [f"{c.mesh} ({c.hardware})" if several else str(c.mesh) for c in shown])
+    ax.invert_yaxis()
+    ax.set_xlabel(f"predicted step ({name}); dashed: lower bound of what was pruned")
+    handles, labels = ax.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    if unique:
+        ax.legend(unique.values(), unique.keys(), frameon=False, labelcolor=INK, loc="lower right")
+    return figure

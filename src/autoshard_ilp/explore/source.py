@@ -1,0 +1,98 @@
+"""One traced step, priced for meshes and policies as they are asked for: what pareto, mesh search and sizing share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoshard_ilp.explore.again import Problem, problem_of, reprice
+from autoshard_ilp.plan import Plan
+
+TRACE_OPTIONS = ("batch_size", "inputs", "targets", "sample_weight", "sequence_length", "mode")
+
+
+@dataclass(eq=False)
+class Source:
+    """A step traced once.
+
+    Attributes:
+        infos: the trace.
+        mode, batch_size, origin, notes: of the plans made from it.
+        steps: graphs by rematerialisation policy, built when asked for.
+        while_trip_count: as for ``optimize``.
+    """
+
+    infos: Any
+    mode: str
+    batch_size: int
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    steps: dict[str, Any] = field(default_factory=dict)
+    while_trip_count: int | None = None
+
+    @staticmethod
+    def of_model(model: Any, mesh: Any, progress: Any, **options: Any) -> Source:
+        """Traces a Keras model's step.
+
+        Args:
+            model: as for ``optimize``.
+            mesh: a :class:`~autoshard_ilp.mesh.MeshSpec`; only its number of devices matters.
+            options: of :data:`TRACE_OPTIONS`.
+        """
+        from autoshard_ilp.step import trace
+
+        with progress.stage("trace"):
+            traced = trace(model, mesh, **{"mode": "train", **options})
+        return Source(traced, traced.mode, traced.batch_size)
+
+    @staticmethod
+    def of_plan(plan: Plan) -> Source:
+        """The step of a plan."""
+        from autoshard_ilp.explore.whatif import with_trail
+
+        plan = with_trail(plan)
+        problem = problem_of(plan)
+        steps = {plan.remat_policy: problem.step}
+        count = problem.step.while_trip_count
+        return Source(problem.infos, plan.mode, plan.batch_size, plan.origin, plan.notes, steps, count)
+
+    def problem(self, policy: str, request: Any, progress: Any) -> Problem:
+        """The step under a rematerialisation policy, priced for a mesh."""
+        return reprice(self.step(policy, progress), self.infos, request, progress)
+
+    def different(self, policies: tuple[str, ...], progress: Any, between: bool = False) -> tuple[str, ...]:
+        """The policies without those that change nothing, because there is nothing to recompute.
+
+        Args:
+            policies: in order.
+            progress: an :class:`autoshard_ilp.progress.Progress`.
+            between: with several policies, also some that recompute only the first blocks.
+        """
+        from autoshard_ilp.remat import Policy, recomputed_layers
+
+        if len(policies) < 2:
+            return policies
+        kept = [policies[0]]
+        for policy in policies[1:]:
+            step = self.step(policy, progress)
+            if not recomputed_layers(step.graph):
+                continue
+            rest = kept[-1] if ":" not in kept[-1] else kept[-1].partition(":")[0]
+            kept += [str(Policy(policy, k, rest)) for k in blocks_between(step.blocks)] if between else []
+            kept.append(policy)
+        return tuple(kept)
+
+    def step(self, policy: str, progress: Any) -> Any:
+        """The graph under a rematerialisation policy."""
+        from autoshard_ilp.step import graph_of
+
+        if policy not in self.steps:
+            with progress.stage("graph"):
+                self.steps[policy] = graph_of(self.infos, policy, self.while_trip_count)
+        return self.steps[policy]
+
+
+def blocks_between(blocks: int) -> list[int]:
+    """Numbers of recomputed blocks to look at: all but none and all where there are few, else the quarters."""
+    return list(range(1, blocks)) if blocks <= 4 else sorted({blocks // 4, blocks // 2, 3 * blocks // 4})

@@ -1,0 +1,149 @@
+"""search_mesh, smallest_slice, largest_batch: each answer is that of optimize, and nothing better was left out."""
+
+import json
+import math
+
+import pytest
+
+import autoshard_ilp as autoshard
+from autoshard_ilp.explore.meshes import factorisations, hardware_list, search_mesh
+from autoshard_ilp.explore.sizing import largest_batch, rentable, smallest_slice
+from explore_models import mlp
+
+BATCH = {"batch_size": 512}
+
+
+def test_every_factorisation_once():
+    assert sorted(factorisations(12, 2)) == [(2, 6), (3, 4), (4, 3), (6, 2), (12,)]
+    assert sum(1 for _ in factorisations(32, 3)) == 1 + 4 + 6
+    assert list(factorisations(7)) == [(7,)] and list(factorisations(1)) == [(1,)]
+    assert all(math.prod(f) == 64 for f in factorisations(64))
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search_mesh(mlp, 8, "tpu-v5e", **BATCH)
+
+
+def test_the_best_mesh_is_the_best_of_all(found):
+    assert len(found) == len({c.mesh for c in found}) == 4
+    times = []
+    for candidate in found:
+        mesh = dict(zip(candidate.mesh.axis_names, candidate.mesh.axis_sizes, strict=True))
+        plan = autoshard.optimize(mlp, mesh, hardware="tpu-v5e", **BATCH)
+        assert candidate.status == plan.status == "optimal"
+        assert candidate.total_s == pytest.approx(plan.cost.total_s, rel=1e-9)
+        assert candidate.plan.specs.keys() and candidate.plan.mesh.size == 8
+        times.append(plan.cost.total_s)
+    assert [c.total_s for c in found] == sorted(c.total_s for c in found)
+    assert found.best.cost.total_s == pytest.approx(min(times), rel=1e-9)
+    assert found.best.what_if(memory_budget="1GB").cost.total_s == pytest.approx(min(times), rel=1e-9)
+
+
+def test_bounds_prune_and_never_the_best():
+    budget = 24_000_000  # on 4 devices the fastest plans of h100 need more, so that memory decides
+    every = search_mesh(mlp, 4, "h100", memory_budget=budget, prune=False, **BATCH)
+    some = search_mesh(mlp, 4, "h100", memory_budget=budget, **BATCH)
+    assert some.best.cost.total_s == pytest.approx(every.best.cost.total_s, rel=1e-9)
+    best = some.candidates[0].total_s
+    for c in some:
+        assert c.status in ("optimal", "feasible") or (c.status == "pruned" and c.lower_bound_s >= best * (1 - 1e-9))
+        same = next(e for e in every if e.mesh == c.mesh)
+        assert c.lower_bound_s <= same.total_s * (1 + 1e-9)
+
+
+def test_across_hardware_with_prices():
+    prices = {"tpu-v5e": 1.2, "h100": 300.0}
+    kinds = {"tpu-v5e": 4, "h100": 2}
+    by_time = search_mesh(mlp, hardware=kinds, prices=prices, max_axes=2, **BATCH)
+    by_price = search_mesh(mlp, hardware=kinds, prices=prices, rank="price", max_axes=2, **BATCH)
+    assert {c.hardware for c in by_time} == {"tpu-v5e", "h100"} == set(by_time.best_by_hardware)
+    assert by_time.candidates[0].hardware == "h100" and by_price.candidates[0].hardware == "tpu-v5e"
+    for c in by_price:
+        assert c.price_per_step == pytest.approx(prices[c.hardware] * c.devices * c.total_s / 3600)
+    assert "price" in by_price.text() and "(h100)" in by_price.text()
+
+
+def test_what_cannot_be_is_said():
+    with pytest.raises(autoshard.InfeasibleError, match="No mesh of the search fits") as caught:
+        search_mesh(mlp, 4, "tpu-v5e", memory_budget="12MB", max_axes=1, **BATCH)
+    assert caught.value.minimum_budget > 12_000_000 and caught.value.contributors
+    odd = search_mesh(mlp, 6, "tpu-v5e", batch_size=9, max_axes=2)
+    refused = {str(c.mesh): c.status for c in odd}
+    assert refused["data=6"] == "refused" and refused["data=2, model=3"] == "optimal"
+    assert "divides by no mesh axis" in odd.to_dataframe().set_index("mesh")["reason"]["data=6"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"devices": None, "hardware": "tpu-v5e"}, autoshard.InputShapeError),
+        ({"devices": 0, "hardware": "tpu-v5e"}, autoshard.InputShapeError),
+        ({"devices": 4, "hardware": []}, autoshard.InputShapeError),
+        ({"devices": 4, "hardware": ["h100", "h100"]}, autoshard.InputShapeError),
+        ({"devices": 4, "hardware": "abacus"}, autoshard.ProfileError),
+        ({"devices": 4, "hardware": "h100", "rank": "beauty"}, autoshard.InputShapeError),
+        ({"devices": 4, "hardware": "h100", "rank": "price"}, autoshard.InputShapeError),
+        ({"devices": 4, "hardware": "h100", "prices": {"tpu": 1.0}}, autoshard.InputShapeError),
+        ({"devices": 4, "hardware": "h100", "prices": {"h100": -1.0}}, autoshard.InputShapeError),
+        ({"devices": 4, "hardware": "h100", "max_axes": 4}, autoshard.InputShapeError),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense(arguments, error):
+    with pytest.raises(error):
+        search_mesh(mlp, **arguments)
+
+
+def test_hardware_says_how_many():
+    assert hardware_list("tpu-v5e:4x8", None) == {"tpu-v5e:4x8": ("tpu-v5e:4x8", 32)}
+    assert hardware_list("h100:8", None) == {"h100:8": ("h100:8", 8)}
+    assert hardware_list({"tpu-v5e": 16, "h100": 8}, None) == {"tpu-v5e": ("tpu-v5e", 16), "h100": ("h100", 8)}
+
+
+def test_it_reads_well(found, tmp_path):
+    for width in (60, 110):
+        text = found.text(width, only_ascii=True)
+        assert text.isascii() and max(map(len, text.splitlines())) <= width
+    assert len(json.loads(json.dumps(found.to_dict(), allow_nan=False))["candidates"]) == len(found)
+    assert "<pre" in found._repr_html_()
+    pytest.importorskip("matplotlib")
+    found.plot().savefig(tmp_path / "meshes.svg")
+
+
+# -- how small, how large ----------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_can_be_rented():
+    assert rentable(autoshard.profile("h100"))[:6] == [1, 2, 4, 8, 16, 32]
+    assert rentable(autoshard.profile("tpu-v5e")) == [1, 4, 8, 16, 32, 64, 128, 256]
+    with pytest.raises(autoshard.InputShapeError):
+        rentable(autoshard.profile("tpu-v5e"), 0.5)
+
+
+def test_the_smallest_slice():
+    budget = 20_000_000
+    answer = smallest_slice(mlp, "h100", memory_budget=budget, max_axes=1, **BATCH)
+    assert answer.proved and answer.plan.memory.peak_bytes <= budget
+    assert [t.fits for t in answer.tried] == [False] * (len(answer.tried) - 1) + [True]
+    assert answer.size == answer.plan.mesh.size > 1
+    for smaller in answer.tried[:-1]:
+        with pytest.raises(autoshard.InfeasibleError):
+            autoshard.optimize(mlp, {"data": smaller.size}, budget, hardware="h100", **BATCH)
+    assert str(answer.size) in answer.text(60)
+    json.dumps(answer.to_dict(), allow_nan=False)
+    with pytest.raises(autoshard.InfeasibleError, match="must fit some slice"):
+        smallest_slice(mlp, "h100", memory_budget="1MB", max_devices=2, max_axes=1, **BATCH)
+
+
+def test_the_largest_batch():
+    budget = 20_000_000
+    answer = largest_batch(mlp, {"data": 4}, memory_budget=budget, hardware="h100", multiple_of=64)
+    assert answer.proved and answer.size % 64 == 0
+    assert answer.plan.batch_size == answer.size and answer.plan.memory.peak_bytes <= budget
+    with pytest.raises(autoshard.InfeasibleError):
+        autoshard.optimize(mlp, {"data": 4}, budget, hardware="h100", batch_size=answer.size + 64)
+    with pytest.raises(autoshard.InfeasibleError, match="smallest batch"):
+        largest_batch(mlp, {"data": 4}, memory_budget="5MB", hardware="h100")
+    with pytest.raises(autoshard.InputShapeError):
+        largest_batch(mlp, {"data": 4}, hardware="h100", multiple_of=0)

@@ -1,0 +1,161 @@
+"""autoshard.pareto against brute force over budgets: nothing between two points is missed."""
+
+import itertools
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autoshard_ilp as autoshard
+from autoshard_ilp.api import Request
+from autoshard_ilp.explore.again import Problem
+from autoshard_ilp.explore.frontier import Frontier, Policy
+from autoshard_ilp.explore.pareto import _steps, pareto
+from autoshard_ilp.program.model import Lifetimes, Node, Program, SolverOptions
+from autoshard_ilp.progress import Progress
+from explore_models import MESH, OPTIONS, mlp
+from program_cases import random_program
+
+LINE = {"data": 4}
+
+
+@pytest.fixture(scope="module")
+def frontier():
+    return pareto(mlp, LINE, **OPTIONS)
+
+
+def test_every_point_is_the_optimum_of_its_budgets(frontier):
+    assert frontier.complete and frontier.status.startswith("Every breakpoint")
+    assert frontier.minimum_bytes == frontier.minimum_bound_bytes == frontier.points[0].peak_bytes
+    times = [p.total_s for p in frontier]
+    assert times == sorted(times, reverse=True) and len(times) >= 2
+    plan = autoshard.optimize(mlp, LINE, **OPTIONS)
+    assert frontier.points[-1].total_s == pytest.approx(plan.cost.total_s, rel=1e-9)
+    for point, following in zip(frontier.points, [*frontier.points[1:], None], strict=True):
+        assert point.status == "optimal" and point.budget_bytes == point.peak_bytes
+        assert point.up_to_bytes == (following.budget_bytes - 1 if following else None)
+        for budget in {point.budget_bytes, point.up_to_bytes or 10**12}:
+            best = plan.what_if(memory_budget=budget, remat=point.remat)
+            assert best.cost.total_s == pytest.approx(point.total_s, rel=1e-9)
+    with pytest.raises(autoshard.InfeasibleError):
+        plan.what_if(memory_budget=frontier.minimum_bytes - 1)
+
+
+def test_points_are_plans(frontier):
+    for point in frontier:
+        assert point.plan.status == "optimal" and point.plan.memory.peak_bytes == point.peak_bytes
+        assert point.plan.cost.total_s == pytest.approx(point.total_s)
+        assert point.plan.specs["wide/kernel"] is not None
+    assert frontier.points[0].plan.what_if(memory_budget="1GB").cost.total_s == pytest.approx(
+        frontier.points[-1].total_s
+    )
+
+
+def test_budgets_of_ones_own(frontier):
+    low, high = frontier.points[0], frontier.points[-1]
+    found = pareto(high.plan, budgets=[low.budget_bytes - 1, high.budget_bytes, "1GB", low.budget_bytes])
+    assert [p.budget_bytes for p in found] == [low.budget_bytes - 1, low.budget_bytes, high.budget_bytes, 10**9]
+    assert [p.status for p in found] == ["infeasible", "optimal", "optimal", "optimal"]
+    assert found.points[0].minimum_bytes == low.budget_bytes and found.points[0].plan is None
+    expected = [low.total_s, high.total_s, high.total_s]
+    assert [p.total_s for p in found.points[1:]] == pytest.approx(expected, rel=1e-9)
+
+
+def test_it_says_when_it_stops_early():
+    found = pareto(mlp, MESH, max_points=2, **OPTIONS)
+    assert len(found) == 2 and not found.complete and "max_points=2" in found.status
+    nothing = pareto(mlp, LINE, time_limit=0.0, budgets=["1GB"], **OPTIONS)
+    assert not nothing.complete and nothing.points[0].status == "unknown"
+
+
+def test_it_reads_well(frontier, tmp_path):
+    for width in (60, 100):
+        text = frontier.text(width, only_ascii=True)
+        assert text.isascii() and max(map(len, text.splitlines())) <= width
+    frame = frontier.to_dataframe()
+    assert list(frame["status"]) == ["optimal"] * len(frontier)
+    assert json.loads(json.dumps(frontier.to_dict(), allow_nan=False))["complete"]
+    assert "<pre" in frontier._repr_html_() and "smallest budget" in repr(frontier)
+    pytest.importorskip("matplotlib")
+    figure = frontier.plot()
+    assert figure.axes[0].get_xlabel() == "memory budget per device (MB)"
+    figure.savefig(tmp_path / "pareto.svg")
+
+
+@pytest.mark.parametrize(
+    "options", [{"budgets": []}, {"max_points": 1}, {"budgets": ["16 bananas"]}, {"max_points": 2.5}]
+)
+def test_options_that_make_no_sense(options):
+    with pytest.raises(autoshard.InputShapeError):
+        pareto(mlp, MESH, **options)
+
+
+# -- the search itself, on programs small enough to enumerate ----------------------------------------------------------
+
+
+def found_by_enumeration(program):
+    """(peak, cost) of the non-dominated assignments, the smallest peak first."""
+    pairs = []
+    for choices in itertools.product(*(range(len(n.costs)) for n in program.nodes)):
+        cost = program.cost(choices)
+        if math.isfinite(cost):
+            pairs.append((program.peak(choices), cost))
+    kept = []
+    for peak, cost in sorted(pairs):
+        if not kept or cost < kept[-1][1] * (1 - 1e-9):
+            kept.append((peak, cost))
+    return kept
+
+
+def search_over(programs, most=200):
+    request = Request(None, None, None, 0, None, "step_time", SolverOptions(time_limit=20.0))
+    problems = [Problem(None, None, None, None, request, request, program) for program in programs]
+    search = Frontier([Policy(p) for p in problems], most, time.monotonic() + 60.0, Progress(False))
+    search.run()
+    return search
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.integers(2, 5),
+    shape=st.sampled_from(["tree", "cycle", "random"]),
+    style=st.sampled_from(["uniform", "ties", "decades"]),
+)
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_every_breakpoint_of_a_small_program(seed, count, shape, style):
+    program = random_program(seed, count, shape, style, memory=True, most=3)
+    expected = found_by_enumeration(program)
+    search = search_over([program])
+    steps = _steps(search.probes)
+    assert [p.peak for p, _ in steps] == [peak for peak, _ in expected]
+    assert [p.cost for p, _ in steps] == pytest.approx([cost for _, cost in expected], rel=1e-8, abs=1e-12)
+    assert all(p.proved for p, _ in steps) and not search.stopped
+
+
+def test_two_policies_share_one_frontier():
+    programs = [random_program(seed, 4, "tree", "uniform", 0.0, memory=True) for seed in (3, 4)]
+    both = sorted(pair for program in programs for pair in found_by_enumeration(program))
+    expected = [(peak, cost) for i, (peak, cost) in enumerate(both) if all(cost < c for _, c in both[:i])]
+    steps = _steps(search_over(programs).probes)
+    assert [p.peak for p, _ in steps] == [peak for peak, _ in expected]
+    assert [p.cost for p, _ in steps] == pytest.approx([cost for _, cost in expected])
+
+
+def test_few_points_are_spread():
+    # Each node pays its own power of two in bytes or in seconds, so every sum is a breakpoint.
+    powers = [2**i for i in range(6)]
+    nodes = tuple(Node(f"n{i}", np.array([0.0, float(n)]), np.array([n, 0])) for i, n in enumerate(powers))
+    owner = np.arange(6)
+    lifetimes = Lifetimes(np.zeros(6, bool), owner, np.zeros(6, np.int64), np.ones(6, np.int64))
+    program = Program(nodes, (), lifetimes)
+    every = search_over([program])
+    assert [(p.peak, p.cost) for p, _ in _steps(every.probes)] == [(n, 63.0 - n) for n in range(64)]
+    few = search_over([program], most=9)
+    assert len(few.probes) == 9 and few.stopped == "max_points=9 reached"
+    peaks = sorted(p.peak for p in few.probes)
+    assert max(b - a for a, b in itertools.pairwise(peaks)) <= 16
+    assert all(p.cost == 63.0 - p.peak for p in few.probes)
