@@ -10,7 +10,7 @@ from autoshard_ilp.costs.overlap import overlap_notes
 from autoshard_ilp.errors import InfeasibleError, InputShapeError, ProfileError, UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.mesh import MeshSpec, as_mesh
-from autoshard_ilp.pins import Allowed, Pinned, path_shapes, resolve_pins
+from autoshard_ilp.pins import Allowed, Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
 from autoshard_ilp.program.model import SolverOptions
 from autoshard_ilp.progress import Progress
@@ -46,7 +46,7 @@ class Request:
 
 def optimize(
     model: Any,
-    mesh: Any,
+    mesh: Any = None,
     memory_budget: str | int | None = None,
     *,
     hardware: Any = None,
@@ -71,7 +71,8 @@ def optimize(
     Args:
         model: a ``keras.Model``, or a callable without arguments that builds (and compiles) one; it is built
             abstractly, nothing is allocated.
-        mesh: ``jax.sharding.Mesh``, ``AbstractMesh``, ``keras.distribution.DeviceMesh`` or ``{"data": 2, "model": 4}``.
+        mesh: ``jax.sharding.Mesh``, ``AbstractMesh``, ``keras.distribution.DeviceMesh`` or ``{"data": 2, "model": 4}``;
+            None: all attached devices, in the shape of one or two axes whose plan is fastest.
         memory_budget: per device: "16GB" (10**9), "16GiB" (2**30) or bytes; None: the profile's usable memory.
         hardware: profile name ("tpu-v5e", or with the slice's shape "tpu-v5e:4x4"), ``HardwareProfile``, or path of a
             TOML; None: from the mesh's devices, else "cpu-host".
@@ -100,19 +101,30 @@ def optimize(
         ProfileError: unknown or unsuitable hardware.
         InfeasibleError: no plan fits the budget and the pins; carries the smallest budget that does.
     """
-    request = check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
     policies = remat_policies(remat, mode)
     check_trip_count(while_trip_count)
+    options = {
+        "batch_size": batch_size,
+        "inputs": inputs,
+        "targets": targets,
+        "sample_weight": sample_weight,
+        "sequence_length": sequence_length,
+        "mode": mode,
+    }
+
+    def check(shape: Any) -> Request:
+        return check_request(shape, memory_budget, hardware, pins, objective, solver, strict)
+
+    if mesh is None:
+        from autoshard_ilp.auto_mesh import optimize_without_mesh
+
+        best = optimize_without_mesh(model, check, policies, Progress(progress), while_trip_count, **options)
+        if not verify and target is None:
+            return best
+        mesh = best.mesh
+    request = check(mesh)
     with Progress(progress).running() as shown:
         with shown.stage("trace"):
-            options = {
-                "batch_size": batch_size,
-                "inputs": inputs,
-                "targets": targets,
-                "sample_weight": sample_weight,
-                "sequence_length": sequence_length,
-                "mode": mode,
-            }
             traced = trace(model, request.mesh, **options)
         plan = plan_traced(traced, request, shown, policies, while_trip_count)
         if not verify and target is None:
@@ -271,6 +283,7 @@ def price(graph: Any, request: Request) -> tuple[Any, Pinned]:
     pinned = resolve_pins(request.pins, shapes, mesh.axis_names, mesh.axis_sizes)
     if request.restriction is not None:
         pinned = Pinned({**request.restriction(shapes), **pinned.allowed}, pinned.sources)
+    pinned = Pinned({**whole_seeds(graph, len(mesh.axis_names)), **pinned.allowed}, pinned.sources)
     links = MeshLinks.create(request.profile, mesh.axis_names, mesh.axis_sizes, request.physical_shape)
     table = build_table(
         graph,

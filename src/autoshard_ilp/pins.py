@@ -9,7 +9,15 @@ from typing import Any
 
 from autoshard_ilp.errors import InfeasibleError, InputShapeError
 from autoshard_ilp.graph import Graph, Op
-from autoshard_ilp.sharding import WHOLE, Layout, divides, divisible_layouts, from_partition_spec, shards_of_dims
+from autoshard_ilp.sharding import (
+    WHOLE,
+    Layout,
+    divides,
+    divisible_layouts,
+    from_partition_spec,
+    replicated,
+    shards_of_dims,
+)
 from autoshard_ilp.strategies import Strategy
 
 Allowed = Mapping[str, frozenset[Layout]]
@@ -43,6 +51,15 @@ def path_shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
     for i in graph.arguments:
         shapes[graph.ops[i].path] = graph.tensors[graph.ops[i].outputs[0]].shape
     return shapes
+
+
+def whole_seeds(graph: Graph, n_axes: int) -> dict[str, frozenset[Layout]]:
+    """Every seed stays whole: 8 bytes, which JAX refuses to take sharded wherever a step runs without being compiled."""
+    return {
+        graph.ops[i].path: frozenset({replicated(n_axes)})
+        for i in graph.arguments
+        if graph.ops[i].path.partition("#")[0].endswith("seed_generator_state")
+    }
 
 
 def resolve_pins(

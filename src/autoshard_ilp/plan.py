@@ -126,6 +126,7 @@ class Plan:
             return self.mesh.concrete()
         from autoshard_ilp.apply import auto_mesh
 
+        mesh = getattr(mesh, "backend_mesh", mesh)  # of a keras.distribution.DeviceMesh
         sizes = tuple(dict(mesh.shape).get(n, 0) for n in self.mesh.axis_names)
         if sizes != self.mesh.axis_sizes or len(mesh.axis_names) != len(sizes):
             raise PlanMismatchError(
@@ -247,6 +248,40 @@ class Plan:
 
         apply_plan(self, model)
         return model
+
+    def scope(self) -> Any:
+        """``with plan.scope(): model = build()``: variables and optimizer slots are born sharded, and the plan applied.
+
+        No full tensor exists on any one device (but inside initializers that do not partition, such as the QR of
+        Orthogonal). The initial values are those of a build without the scope from the same seed. A model that is
+        compiled only after the scope gets its slots, and its planned step, then.
+
+        Raises:
+            PlanMismatchError: at the end of the scope, another model than the planned one was built in it.
+        """
+        from autoshard_ilp.keras_runtime.scope import planned_scope
+
+        return planned_scope(self)
+
+    def distribution(self) -> Any:
+        """A ``keras.distribution.Distribution`` for ``keras.distribution.set_distribution``.
+
+        Models built under it have the plan's layouts of variables and data; the interior is left to XLA. Warns where
+        Keras cannot express the plan (slots that are not laid out like their parameter).
+        """
+        from autoshard_ilp.keras_runtime.layouts import planned_distribution
+
+        return planned_distribution(self)
+
+    def layout_map(self) -> Any:
+        """A ``keras.distribution.LayoutMap`` for Keras's own ``ModelParallel``: every variable, by its full path.
+
+        Warns where a LayoutMap cannot express the plan, and says what is lost (also in ``.lost``). A variable that the
+        plan does not know is replicated with a warning.
+        """
+        from autoshard_ilp.keras_runtime.layouts import planned_layout_map
+
+        return planned_layout_map(self)
 
     def bind(self, model: Any, **inputs: Any) -> Plan:
         """This plan with the step of ``model``, traced again; see :func:`autoshard_ilp.binding.bind`.

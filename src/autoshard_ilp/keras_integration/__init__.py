@@ -29,6 +29,7 @@ from autoshard_ilp.keras_integration.inspection import state_variables as state_
 from autoshard_ilp.keras_integration.inspection import symbolic_inputs as symbolic_inputs
 from autoshard_ilp.keras_integration.inspection import symbolic_outputs as symbolic_outputs
 from autoshard_ilp.keras_integration.state import compiled_state as compiled_state
+from autoshard_ilp.keras_integration.state import create_values as create_values
 from autoshard_ilp.keras_integration.state import initial_state as initial_state
 from autoshard_ilp.keras_integration.state import initial_values as initial_values
 from autoshard_ilp.keras_integration.state import place as place

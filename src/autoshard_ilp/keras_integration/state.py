@@ -110,16 +110,16 @@ def initial_state(traced: TracedStep, shardings: Any = None, seed: int | None = 
         raise PlanMismatchError(
             f"shardings must have one entry per state array. Received: {len(flat_shardings)} for {len(specs)} arrays."
         )
-    return jax.tree.unflatten(treedef, _create_values(flat_variables, flat_shardings))
+    return jax.tree.unflatten(treedef, create_values(flat_variables, flat_shardings))
 
 
 def initial_values(traced: TracedStep, positions: Sequence[int], shardings: Sequence[Any]) -> dict[int, Any]:
     """As :func:`initial_state`, for some variables alone: flat position in the state -> value."""
     variables = [v for group in state_variables(traced.model, traced.mode) for v in group]
-    return dict(zip(positions, _create_values([variables[i] for i in positions], shardings), strict=True))
+    return dict(zip(positions, create_values([variables[i] for i in positions], shardings), strict=True))
 
 
-def _create_values(variables: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+def create_values(variables: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """Values of variables: initializers in one jit, existing values by ``device_put``."""
     import jax
     import keras

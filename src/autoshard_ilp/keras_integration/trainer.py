@@ -77,16 +77,15 @@ def install(model: Any, steps: dict[str, Step], check: Callable[[str], None]) ->
             where the model can no longer run.
     """
     for mode, step in steps.items():
-        setattr(model, FUNCTIONS[mode], None)
-        setattr(model, _MAKERS[mode], _maker(model, mode, step, check))
+        make, function = _maker(model, mode, step, check)
+        setattr(model, _MAKERS[mode], make)
+        setattr(model, FUNCTIONS[mode], function())  # at once: an epoch under way does not ask again
 
 
-def installed(model: Any) -> bool:
-    """Whether :func:`install` was called for this model."""
-    return any(name in vars(model) for name in _MAKERS.values())
-
-
-def _maker(model: Any, mode: str, step: Step, check: Callable[[str], None]) -> Callable[..., None]:
+def _maker(
+    model: Any, mode: str, step: Step, check: Callable[[str], None]
+) -> tuple[Callable[..., None], Callable[[], Any]]:
+    """What replaces ``make_<kind>_function``, and a function that makes ``<kind>_function``."""
     attribute = FUNCTIONS[mode]
 
     def guarded_step(state: Any, data: Any) -> tuple[Any, Any]:
@@ -94,12 +93,7 @@ def _maker(model: Any, mode: str, step: Step, check: Callable[[str], None]) -> C
         attach(model, mode, new_state)
         return out, new_state
 
-    def make(force: bool = False) -> None:
-        sync(model)
-        check(mode)
-        current = getattr(model, attribute)
-        if current is not None and getattr(current, "made_for", None) == model.steps_per_execution and not force:
-            return
+    def function() -> Any:
         several = model._make_function(guarded_step, concatenate_outputs=mode == "predict")
 
         def run(state: Any, iterator: Any) -> tuple[Any, Any]:
@@ -109,7 +103,13 @@ def _maker(model: Any, mode: str, step: Step, check: Callable[[str], None]) -> C
                 reattach(model, mode, state)
                 raise
 
-        run.made_for = model.steps_per_execution  # type: ignore[attr-defined]
-        setattr(model, attribute, run)
+        run.steps = model.steps_per_execution  # type: ignore[attr-defined]
+        return run
 
-    return make
+    def make(force: bool = False) -> None:
+        sync(model)
+        check(mode)
+        if force or getattr(getattr(model, attribute), "steps", None) != model.steps_per_execution:
+            setattr(model, attribute, function())
+
+    return make, function
