@@ -54,7 +54,7 @@ def path_shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
 
 
 def whole_seeds(graph: Graph, n_axes: int) -> dict[str, frozenset[Layout]]:
-    """Every seed stays whole: 8 bytes, which JAX refuses to take sharded wherever a step runs without being compiled."""
+    """Every seed stays whole: 8 bytes, which JAX refuses to take sharded wherever no step is compiled."""
     return {
         graph.ops[i].path: frozenset({replicated(n_axes)})
         for i in graph.arguments

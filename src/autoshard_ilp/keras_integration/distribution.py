@@ -70,9 +70,9 @@ class PathMatch:
             return path
         if path not in self._known:
             waiting = self._waiting.get(_plain(path), [])
-            self._known[path] = next((p for p in waiting if fits(p)), None)
-            if self._known[path] is not None:
-                waiting.remove(self._known[path])
+            found = self._known[path] = next((p for p in waiting if fits(p)), None)
+            if found is not None:
+                waiting.remove(found)
         return self._known[path]
 
 
