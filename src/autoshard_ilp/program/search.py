@@ -44,6 +44,7 @@ class Search:
                     "seconds": time.monotonic() - self.began,
                     "objective": self.upper,
                     "lower_bound": self.lower,
+                    "choices": self.best,
                 }
             )
 

@@ -17,6 +17,7 @@ from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.program.constrained import Constrained
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_net
+from autoshard_ilp.program.large.route import solve_in_turn
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.search import PROOF, Search
@@ -64,7 +65,7 @@ def solve(
         program: nodes, edges, lifetimes, capacity (seconds and bytes).
         options: limits and seed.
         hint: a known assignment, used as a start when it is feasible.
-        on_progress: called with ``{"stage", "seconds", "objective", "lower_bound"}``.
+        on_progress: called with ``{"stage", "seconds", "objective", "lower_bound", "choices"}``.
 
     Returns:
         A solution. ``lower_bound`` (seconds) is valid in every status; "optimal" means proved within 1e-9 relative plus
@@ -77,11 +78,11 @@ def solve(
     search = Search(program, options, time.monotonic(), on_progress)
     if hint is not None:
         search.offer(np.asarray(hint, np.int64))
+    infeasible = False
     try:
-        infeasible = _solve_with_rows(search)
+        infeasible = solve_in_turn(search, _solve_with_rows)
     except KeyboardInterrupt:
         search.report["interrupted"] = True
-        infeasible = False
     except EmptyNodeError:
         infeasible = True
     return search.finish(infeasible)

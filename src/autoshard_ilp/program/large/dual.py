@@ -101,7 +101,8 @@ class Dual:
             )
             # during a backward pass the trees through a node hold true min-marginals, and the bound so far is at
             # least that of the pass before
-            np.maximum(self.value_bounds, before - offset + self.excess, out=self.value_bounds)
+            if before > -math.inf:
+                np.maximum(self.value_bounds, before - offset + self.excess, out=self.value_bounds)
         value = bound - offset
         if value <= self.bound:
             return False

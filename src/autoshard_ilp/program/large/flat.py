@@ -52,10 +52,10 @@ class Flat:
             "segments": len(self.sstart),
         }
 
-    def value(self, x: np.ndarray) -> float:
-        """Cost of the assignment ``x``."""
+    def value(self, x: np.ndarray, table: np.ndarray | None = None) -> float:
+        """Cost of the assignment ``x`` (with ``table`` in the place of the tables)."""
         own = self.cost[self.off[:-1] + x]
-        pair = self.table[self.toff[:-1] + x[self.eu] * self.counts[self.ev] + x[self.ev]]
+        pair = (self.table if table is None else table)[self.toff[:-1] + x[self.eu] * self.counts[self.ev] + x[self.ev]]
         return float(own.sum() + pair.sum())
 
     def usage(self, x: np.ndarray) -> np.ndarray:

@@ -22,6 +22,22 @@ def priced(graph: Graph, prices: np.ndarray) -> np.ndarray:
     return theta
 
 
+def softened(graph: Graph) -> np.ndarray:
+    """The tables with a finite cost for what is impossible, more than any possible assignment costs in all.
+
+    With infinite costs a search that starts from an impossible assignment could not tell better from worse.
+    """
+    tab = graph.tab
+    if np.isfinite(tab).all():
+        return tab
+    f = graph.flat
+    finite = np.where(np.isfinite(f.table), f.table, -np.inf)
+    spread = np.maximum.reduceat(f.cost, f.off[:-1]).sum() - np.minimum.reduceat(f.cost, f.off[:-1]).sum()
+    least = np.minimum.reduceat(f.table, f.toff[:-1])
+    spread += (np.maximum.reduceat(finite, f.toff[:-1]) - least).sum()
+    return np.where(np.isfinite(tab), tab, float(finite.max()) + 2.0 * float(spread) + 1.0)
+
+
 class LocalSearch:
     """Improves ``x`` in place; ``best`` is the cheapest assignment met that fits (None: none yet).
 
@@ -47,6 +63,7 @@ class LocalSearch:
         self.delta = np.zeros(len(graph.room) + 1, np.int64)
         self.score = np.array([np.inf, np.inf, np.inf, np.inf])  # cost, priced cost, bytes too many, best cost
         self.trial_seconds = FIRST_TRIAL_SECONDS
+        self.tab = softened(graph)
         self.theta = f.cost
         self.set_prices(np.zeros(len(graph.room)))
 
@@ -70,7 +87,7 @@ class LocalSearch:
     def _measure(self) -> None:
         f = self.flat
         self.used = f.usage(self.x) - f.base
-        self.score[0] = f.value(self.x)
+        self.score[0] = f.value(self.x, self.tab)
         self.score[1] = self.score[0] + float((self.theta - f.cost)[f.off[:-1] + self.x].sum())
         self.score[2] = float(np.maximum(0, self.used - self.graph.room).sum(dtype=np.float64))
         if self.score[2] == 0 and self.score[0] < self.score[3]:
@@ -104,7 +121,7 @@ class LocalSearch:
         trials = int(max(20, min(1_000_000, seconds / self.trial_seconds)))
         began = time.perf_counter()
         kernels_search.search(
-            *(f.off, f.cost, self.theta, g.ioff, g.nbr, g.opp, g.tb, g.tab, f.soff, f.sstart, f.send, f.uoff, f.use),
+            *(f.off, f.cost, self.theta, g.ioff, g.nbr, g.opp, g.tb, self.tab, f.soff, f.sstart, f.send, f.uoff, f.use),
             *(g.room, self.free, self.x, self.used, self.score, self.rng, trials, largest, forced, float(heat)),
             *(self.order, self.up, self.mark, self.stamp, self.touch, self.h, self.back, self.boff, self.old),
             *(self.log, self.delta),

@@ -30,7 +30,7 @@ class Schedule:
         self.stage = stage
         self.walk = PriceWalk(stage.graph, seed)
         self.penalty = np.zeros(len(stage.graph.room))
-        self.candidate: tuple[bool, float, np.ndarray] | None = None  # exceeds memory, cost or excess, assignment
+        self.candidate: tuple[int, float, np.ndarray] | None = None  # 1: exceeds memory, 2: impossible; figure; itself
         self.position = 0 if known else -1  # in the episode: -1 walk, then repair and the scales
         self.repairs = 0
         self.steps = 0  # of the walk in this episode
@@ -71,22 +71,21 @@ class Schedule:
     def _consider(self, x: np.ndarray) -> None:
         flat = self.stage.graph.flat
         cost = flat.value(x)
-        if not np.isfinite(cost):
-            return
+        possible = np.isfinite(cost)
         over = float(np.maximum(0, flat.usage(x) - flat.capacity).sum(dtype=np.float64))
-        candidate = (over > 0, over or cost, x)
+        candidate = (2 * (not possible) + (over > 0), over or cost, x)
         if self.candidate is None or candidate[:2] < self.candidate[:2]:
             self.candidate = candidate
-        if not over:
+        if possible and not over:
             self.stage.local.offer(x)
 
     def _cross(self) -> None:
         """Bring the better parts of the present assignment into the best, or of the best into the present one."""
         local = self.stage.local
         best = local.best
-        if best is None or not local.fits:
-            return
         flat, prices = self.stage.graph.flat, self.stage.dual.prices
+        if best is None or not local.fits or not np.isfinite(flat.value(best) + flat.value(local.x)):
+            return
         child = combine(flat, best, local.x, prices)
         if flat.value(child) < local.score[3]:
             local.move_to(child)

@@ -16,6 +16,7 @@ import numpy as np
 from autoshard_ilp.program.cpsat import CpOptions
 from autoshard_ilp.program.large.dual import Dual
 from autoshard_ilp.program.large.exact import solve_exactly
+from autoshard_ilp.program.large.flat import Flat
 from autoshard_ilp.program.large.flatten import flatten
 from autoshard_ilp.program.large.graph import build_graph, with_rows
 from autoshard_ilp.program.large.local import LocalSearch
@@ -30,8 +31,17 @@ RELATIVE_MARGIN = 1e-9  # a value goes only when its bound exceeds the best cost
 SHRINK = 0.8  # reduce again when at most this part of the values is left
 EXACT_VALUES = 4000  # CP-SAT takes the whole program below this ..
 EXACT_CELLS = 120_000  # .. and this
-STALL_SECONDS = 3.0
+STALL_SECONDS = 3.0  # without a better plan, for a program of the size above
 SWITCH_SECONDS = 2e-4  # compiled kernels take milliseconds; Python's 5 ms would make each wait for the other thread
+
+
+def ceiling(flat: Flat) -> float:
+    """No finite assignment costs more than this."""
+    finite = np.where(np.isfinite(flat.table), flat.table, -np.inf)
+    most = np.maximum.reduceat(finite, flat.toff[:-1]) if len(finite) else np.zeros(0)
+    own = np.where(np.isfinite(flat.cost), flat.cost, -np.inf)
+    total = float(np.maximum.reduceat(own, flat.off[:-1]).sum() + most.sum())
+    return total + 1e-9 * abs(total)
 
 
 class LargeSolver:
@@ -45,6 +55,7 @@ class LargeSolver:
         self.search = search
         self.original = flatten(search.program)
         self.seed = search.options.seed
+        self.ceiling = ceiling(self.original)
         self.improved = time.monotonic()
         self.told = 0.0
         self.log: list[dict] = search.report.setdefault("large", [])
@@ -142,7 +153,8 @@ class LargeSolver:
                     return "shrink"
             small = len(flat.cost) <= EXACT_VALUES and len(flat.table) <= EXACT_CELLS
             settled = stage.dual.converged or stage.dual.steps - stage.dual.last_rise > 60
-            if small and settled and time.monotonic() - self.improved > STALL_SECONDS:
+            patience = STALL_SECONDS * len(flat.cost) / EXACT_VALUES
+            if small and settled and time.monotonic() - self.improved > patience:
                 return "exact"
         return "end"
 
@@ -157,6 +169,8 @@ class LargeSolver:
         if best is not None and stage.local.score[3] < search.upper:
             self._offer(stage.expand(best))
         search.prove(min(stage.dual.bound, search.upper))
+        if search.best is None and search.lower > self.ceiling:
+            raise EmptyNodeError("prices")  # dearer than every assignment: none fits
         now = time.monotonic()
         if now - self.told > 1.0:
             self.told = now
@@ -184,5 +198,7 @@ class LargeSolver:
         search.report["rounding_error_seconds"] = max(search.rounding, answer.rounding)
         search.prove(min(answer.bound, search.upper))
         search.add_seconds("cp-sat", since)
+        if answer.proved and search.best is None:
+            raise EmptyNodeError("rows")
         if answer.interrupted:
             raise KeyboardInterrupt

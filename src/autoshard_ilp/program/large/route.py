@@ -1,0 +1,53 @@
+"""Which solver gets a program, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard_ilp.program.model import Program
+from autoshard_ilp.program.search import Search
+
+LARGE_NODES = 5000  # from here on, the exact route's work per node in Python takes longer than the large route's all
+MOST_CELLS = 60_000_000  # tables over strategies beyond this do not fit in memory twice
+EXACT_SHARE = 0.4  # of the time limit, for the exact route alone
+
+
+def cells(program: Program) -> int:
+    """Table cells over strategies, which is how the large route keeps them."""
+    sizes = np.array([len(n.costs) for n in program.nodes], np.int64)
+    total = 0
+    for e in program.edges:
+        if e.bytes is None:
+            total += int(sizes[e.u] * sizes[e.v])
+        else:
+            total += int(np.size(e.table) * (sizes[e.u] + sizes[e.v]))
+    return total
+
+
+def solve_in_turn(search: Search, exact: Callable[[Search], bool]) -> bool:
+    """Large programs by the large route; others by ``exact`` first, and by the large route if that takes too long.
+
+    Args:
+        search: the program; plan and bound are kept in it.
+        exact: the exact route; True when it proved that no plan exists. May raise EmptyNodeError for the same.
+
+    Returns:
+        True when proved infeasible.
+    """
+    if cells(search.program) > MOST_CELLS:
+        return exact(search)
+    if len(search.program.nodes) < LARGE_NODES:
+        whole = search.options
+        search.options = replace(whole, time_limit=whole.time_limit * EXACT_SHARE)
+        try:
+            infeasible = exact(search)
+        finally:
+            search.options = whole
+        if infeasible or search.done():
+            return infeasible
+    from autoshard_ilp.program.large.solver import LargeSolver
+
+    return LargeSolver(search).run()
