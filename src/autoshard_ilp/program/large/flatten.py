@@ -42,6 +42,7 @@ def flatten(program: Program) -> Flat:
         ev=np.ascontiguousarray(pairs[:, 1]),
         toff=offsets(np.array([t.size for t in tables], np.int64)),
         table=_join([t.ravel() for t in tables], np.float64),
+        capacity=program.capacity if program.capacity is not None else 0,
         **_segments(program, held, carrier),
     )
 
@@ -61,7 +62,7 @@ def _join(parts: Sequence[np.ndarray], kind: type) -> np.ndarray:
     return np.concatenate(parts).astype(kind, copy=False) if parts else np.zeros(0, kind)
 
 
-def _segments(program: Program, held: list[np.ndarray | None], carrier: dict[int, int]) -> dict[str, np.ndarray | int]:
+def _segments(program: Program, held: list[np.ndarray | None], carrier: dict[int, int]) -> dict[str, np.ndarray]:
     """The lifetimes of everything that holds bytes, grouped by node."""
     lt = program.lifetimes
     counted = program.capacity is not None
@@ -81,5 +82,4 @@ def _segments(program: Program, held: list[np.ndarray | None], carrier: dict[int
         "uoff": offsets(np.array([len(u) for u in used], np.int64)),
         "use": _join(used, np.int64),
         "base": np.zeros(int(ends.max()) - origin if len(ends) else 0, np.int64),
-        "capacity": program.capacity if program.capacity is not None else 0,
     }
