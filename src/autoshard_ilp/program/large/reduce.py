@@ -153,17 +153,24 @@ def arc_consistency(flat: Flat) -> tuple[Flat, list[Undo]]:
 
 
 def merge(flat: Flat, growth: int = GROWTH) -> tuple[Flat, list[Undo]]:
-    """Merge nodes that a neighbour determines."""
+    """Merge nodes that a neighbour determines, after dropping values without a finite partner (if there are any).
+
+    Among consistent values, as many finite cells as the larger node has values mean that it determines the smaller.
+
+    Raises:
+        EmptyNodeError: no finite assignment.
+    """
+    flat, first = arc_consistency(flat)
     degree = np.bincount(np.concatenate((flat.eu, flat.ev)), minlength=flat.nodes).astype(np.int64)
     root, moff, maps = kernels.merge_forest(flat.off, flat.eu, flat.ev, flat.toff, flat.table, degree, growth)
     roots = np.flatnonzero(root == np.arange(flat.nodes))
     if len(roots) == flat.nodes:
-        return flat, []
+        return flat, first
     number = np.zeros(flat.nodes, np.int64)
     number[roots] = np.arange(len(roots))
     undo = Substitution(number[root], moff, maps)
     every = np.ones(len(flat.eu), bool)
-    return substitute(flat, undo.new, moff, maps, flat.counts[roots], every), [undo]
+    return substitute(flat, undo.new, moff, maps, flat.counts[roots], every), [*first, undo]
 
 
 def separable(flat: Flat) -> tuple[Flat, list[Undo]]:
