@@ -18,6 +18,7 @@ from autoshard_ilp.errors import InputShapeError as InputShapeError
 from autoshard_ilp.errors import PlanFileError as PlanFileError
 from autoshard_ilp.errors import PlanMismatchError as PlanMismatchError
 from autoshard_ilp.errors import ProfileError as ProfileError
+from autoshard_ilp.errors import SweepFileError as SweepFileError
 from autoshard_ilp.errors import TargetError as TargetError
 from autoshard_ilp.errors import UnsupportedModelError as UnsupportedModelError
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from autoshard_ilp.explore.pareto import pareto as pareto
     from autoshard_ilp.explore.sizing import largest_batch as largest_batch
     from autoshard_ilp.explore.sizing import smallest_slice as smallest_slice
+    from autoshard_ilp.explore.sweep import load_sweep as load_sweep
+    from autoshard_ilp.explore.sweep import sweep as sweep
     from autoshard_ilp.functions import optimize_fn as optimize_fn
     from autoshard_ilp.plan import Plan as Plan
     from autoshard_ilp.program.model import SolverOptions as SolverOptions
@@ -51,6 +54,8 @@ _LAZY = {
     "search_mesh": ("autoshard_ilp.explore.meshes", "search_mesh"),
     "smallest_slice": ("autoshard_ilp.explore.sizing", "smallest_slice"),
     "largest_batch": ("autoshard_ilp.explore.sizing", "largest_batch"),
+    "sweep": ("autoshard_ilp.explore.sweep", "sweep"),
+    "load_sweep": ("autoshard_ilp.explore.sweep", "load_sweep"),
     "pareto": ("autoshard_ilp.explore.pareto", "pareto"),
     "optimize_fn": ("autoshard_ilp.functions", "optimize_fn"),
     "Plan": ("autoshard_ilp.plan", "Plan"),

@@ -37,6 +37,10 @@ class CheckpointError(AutoshardError, ValueError):
     """A checkpoint that is missing, damaged, foreign, or of other variables than those to restore."""
 
 
+class SweepFileError(AutoshardError, ValueError):
+    """A sweep file with an unknown key or an empty axis; a results file that is foreign, newer, or in use."""
+
+
 class TargetError(AutoshardError, ValueError):
     """A verification target that is unknown, or whose compiler is not installed."""
 

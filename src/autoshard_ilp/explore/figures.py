@@ -101,3 +101,34 @@ def mesh_figure(search: Any, ax: Any = None) -> Any:
     if unique:
         ax.legend(unique.values(), unique.keys(), frameon=False, labelcolor=INK, loc="lower right")
     return figure
+
+
+def sweep_figure(sweep: Any, x: str, y: str, color: str | None, ax: Any = None) -> Any:
+    """One quantity of a sweep against an input: points joined where the input is a number, bars where it is a name."""
+    figure, ax = axes(ax)
+    rows = [r for r in sweep.rows if r[y] is not None and r[x] is not None]
+    unit, name = scale_of_seconds([r[y] for r in rows]) if y.endswith("_s") else (1.0, "")
+    if y.endswith("_bytes"):
+        unit, name = scale_of_bytes([r[y] for r in rows])
+    series = list(dict.fromkeys(r[color] if color else "" for r in rows))
+    numeric = all(isinstance(r[x], int | float) for r in rows)
+    places = sorted({r[x] for r in rows}) if numeric else list(dict.fromkeys(r[x] for r in rows))
+    width = 0.8 / max(1, len(series))
+    for number, label in enumerate(series):
+        own = [r for r in rows if not color or r[color] == label]
+        shade = LAYERS[number % len(LAYERS)]
+        if numeric:
+            own.sort(key=lambda r: r[x])
+            ax.plot([r[x] for r in own], [r[y] / unit for r in own], "o-", color=shade, label=str(label), markersize=4)
+            continue
+        best = {p: min((r[y] for r in own if r[x] == p), default=math.nan) / unit for p in places}
+        at = [i - 0.4 + width * (number + 0.5) for i in range(len(places))]
+        ax.bar(at, [best[p] for p in places], width * 0.92, color=shade, label=str(label))
+    if not numeric:
+        ax.set_xticks(range(len(places)), [str(p) for p in places], rotation=30 if len(places) > 3 else 0, ha="right")
+    ax.set_xlabel(x.replace("_", " "))
+    label = y.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+    ax.set_ylabel(f"{label} ({name})" if name else label)
+    if color:
+        legend(ax, title=None, loc="best", fontsize=8)
+    return figure
