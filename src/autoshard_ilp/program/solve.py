@@ -34,14 +34,17 @@ def check(program: Program, hint: np.ndarray | None) -> None:
             )
         if node.bytes is not None and (len(node.bytes) != len(costs) or np.any(np.asarray(node.bytes) < 0)):
             raise InputShapeError(f"A node's bytes are non-negative, one per strategy. Check node {v} ({node.name}).")
+    checked: set[tuple[int, int, int]] = set()  # label arrays seen before, with their length and number of labels
     for e, edge in enumerate(program.edges):
         table = np.asarray(edge.table)
-        fits = edge.u != edge.v and table.ndim == 2 and table.size and not np.isnan(table).any()
+        fits = edge.u != edge.v and table.ndim == 2 and table.size > 0 and bool(table.min() > -np.inf)  # nor NaN
         for v, lab, count in ((edge.u, edge.u_labels, table.shape[0]), (edge.v, edge.v_labels, table.shape[-1])):
             fits = fits and 0 <= v < len(program.nodes) and len(lab) == len(program.nodes[v].costs)
-            fits = fits and np.min(lab) >= 0 and np.max(lab) < count
+            if (id(lab), len(lab), count) not in checked:
+                fits = fits and np.min(lab) >= 0 and np.max(lab) < count
+                checked.add((id(lab), len(lab), count))
         fits = fits and (edge.bytes is None or (np.shape(edge.bytes) == table.shape and np.min(edge.bytes) >= 0))
-        if not fits or (table == -np.inf).any():
+        if not fits:
             raise InputShapeError(
                 "An edge joins two different nodes, has one label per strategy and a table over the labels (no NaN, "
                 f"no -inf). Received: edge {e} between {edge.u} and {edge.v}, table {table.shape}."

@@ -27,6 +27,7 @@ from autoshard_ilp.program.large.local import priced
 SWEEPS = 4  # per price vector
 MOST_CUTS = 200
 NEW_ROWS = 10  # per cut
+PATIENCE = 60  # steps without a notable rise
 CONVERGED = 1e-9  # relative distance of bound and model
 WIDEST = 4.0  # the box: prices may change by this factor ..
 FIRST_STEP = 0.02  # .. and rows without a price may get this part of the bound per capacity
@@ -58,6 +59,11 @@ class Dual:
         self.rows: dict[int, None] = {}
         self.scale = float(max(1, f.capacity))
         self.room = self.graph.room.astype(np.float64)
+
+    @property
+    def settled(self) -> bool:
+        """True when the bound does not rise any more, or hardly."""
+        return self.converged or self.steps - self.last_rise > PATIENCE
 
     def warm_start(self, old: Dual, times: np.ndarray) -> None:
         """Begin with the prices of an earlier dual; ``times``: for each row, its number there."""

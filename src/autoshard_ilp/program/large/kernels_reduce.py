@@ -225,10 +225,12 @@ def fold_separable(off, cost, eu, ev, toff, table, noise, keep):  # type: ignore
 def dominate(off, cost, eu, ev, toff, table, ioff, inc, soff, uoff, use, alive, by, work):  # type: ignore[no-untyped-def]
     """Goldstein's criterion with bytes; clears ``alive``. Number of values removed; ``by``: the better values.
 
-    t goes when some s holds no more bytes in any segment and, after row minima went into the costs,
+    ``work``: comparisons for one node; 20 times that for all. t goes when some s holds no more bytes in any segment
+    and, after row minima went into the costs,
     cost[s] + sum_e max_b (T_e[s, b] - T_e[t, b]) <= cost[t].
     """
     removed = 0
+    left = 20 * work
     widest = 0
     for v in range(len(off) - 1):
         widest = max(widest, off[v + 1] - off[v])
@@ -262,7 +264,8 @@ def dominate(off, cost, eu, ev, toff, table, ioff, inc, soff, uoff, use, alive, 
                 order[j] = order[j - 1]
                 j -= 1
             order[j] = s
-        budget = work
+        budget = min(work, left)
+        before = budget
         for j in range(k - 1, -1, -1):
             t = order[j]
             if not alive[off[v] + t]:
@@ -312,4 +315,5 @@ def dominate(off, cost, eu, ev, toff, table, ioff, inc, soff, uoff, use, alive, 
                     by[off[v] + t] = s
                     removed += 1
                     break
+        left -= before - budget
     return removed

@@ -77,13 +77,6 @@ class LocalSearch:
         self.x[:] = x
         self._measure()
 
-    def offer(self, x: np.ndarray) -> None:
-        """Keep an assignment that fits as the best if it is cheaper."""
-        cost = self.flat.value(x)
-        if cost < self.score[3]:
-            self.score[3] = cost
-            self.old[2 * self.flat.nodes :] = x
-
     def _measure(self) -> None:
         f = self.flat
         self.used = f.usage(self.x) - f.base

@@ -1,4 +1,4 @@
-"""What the main thread does, turn by turn: episodes of price walk, repair, local search, crossover."""
+"""What a search does, turn by turn: episodes of price walk, repair, local search, crossover."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from autoshard_ilp.program.large.crossover import combine
+from autoshard_ilp.program.large.local import LocalSearch
 from autoshard_ilp.program.large.stage import Stage
 from autoshard_ilp.program.large.walk import PriceWalk
 
@@ -23,21 +24,23 @@ class Schedule:
     Args:
         stage: the program and its searches.
         seed: of random choices.
-        known: the local search begins with an assignment that fits.
+        start: assignment to begin with; None: the first comes from the price walk.
     """
 
-    def __init__(self, stage: Stage, seed: int, known: bool) -> None:
+    def __init__(self, stage: Stage, seed: int, start: np.ndarray | None) -> None:
         self.stage = stage
         self.walk = PriceWalk(stage.graph, seed)
+        first = np.zeros(stage.graph.flat.nodes, np.int64) if start is None else start
+        self.local = LocalSearch(stage.graph, first, seed)
         self.penalty = np.zeros(len(stage.graph.room))
         self.candidate: tuple[int, float, np.ndarray] | None = None  # 1: exceeds memory, 2: impossible; figure; itself
-        self.position = 0 if known else -1  # in the episode: -1 walk, then repair and the scales
+        self.position = -1 if start is None else 0  # in the episode: -1 walk, then repair and the scales
         self.repairs = 0
         self.steps = 0  # of the walk in this episode
 
     def turn(self, seconds: float) -> None:
         """One slice."""
-        local = self.stage.local
+        local = self.local
         if self.position < 0:
             self._walk(seconds)
         elif not local.fits:
@@ -47,6 +50,8 @@ class Schedule:
             before = local.score[0]
             local.set_prices(self.stage.dual.prices * scale)
             local.run(seconds, LARGEST_TREE, FORCED_PERCENT)
+            if local.best is not None:
+                self.stage.pool.offer(local.best, float(local.score[3]))
             self._cross()
             if scale > 0 or not local.score[0] < before:
                 self.position += 1
@@ -64,7 +69,7 @@ class Schedule:
         self.stage.starts.clear()
         if self.candidate is None or (self.candidate[0] and self.steps < ENOUGH_STEPS):
             return
-        self.stage.local.move_to(self.candidate[2])
+        self.local.move_to(self.candidate[2])
         self.penalty[:] = 0.0
         self.candidate, self.position, self.repairs, self.steps = None, 0, 0, 0
 
@@ -77,22 +82,23 @@ class Schedule:
         if self.candidate is None or candidate[:2] < self.candidate[:2]:
             self.candidate = candidate
         if possible and not over:
-            self.stage.local.offer(x)
+            self.stage.pool.offer(x, cost)
 
     def _cross(self) -> None:
-        """Bring the better parts of the present assignment into the best, or of the best into the present one."""
-        local = self.stage.local
-        best = local.best
-        flat, prices = self.stage.graph.flat, self.stage.dual.prices
-        if best is None or not local.fits or not np.isfinite(flat.value(best) + flat.value(local.x)):
+        """Bring the better parts of the present assignment into the best one."""
+        local, pool = self.local, self.stage.pool
+        flat, best = self.stage.graph.flat, pool.best
+        if best is None or not local.fits or not np.isfinite(flat.value(local.x)):
             return
-        child = combine(flat, best, local.x, prices)
-        if flat.value(child) < local.score[3]:
+        child = combine(flat, best, local.x, self.stage.dual.prices)
+        cost = flat.value(child)
+        if cost < flat.value(best):
+            pool.offer(child, cost)
             local.move_to(child)
 
     def _repair(self, seconds: float) -> None:
         """Raise the prices of the rows that are exceeded."""
-        stage, local = self.stage, self.stage.local
+        stage, local = self.stage, self.local
         over = local.over().astype(np.float64)
         prices = self.walk.prices
         typical = float(prices.sum()) or 0.05 * abs(local.score[0]) / max(1, stage.graph.flat.capacity)

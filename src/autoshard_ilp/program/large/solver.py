@@ -19,14 +19,14 @@ from autoshard_ilp.program.large.exact import solve_exactly
 from autoshard_ilp.program.large.flat import Flat
 from autoshard_ilp.program.large.flatten import flatten
 from autoshard_ilp.program.large.graph import build_graph, with_rows
-from autoshard_ilp.program.large.local import LocalSearch
 from autoshard_ilp.program.large.reduce import Reduced, reduce
 from autoshard_ilp.program.large.schedule import Schedule
-from autoshard_ilp.program.large.stage import Stage
+from autoshard_ilp.program.large.stage import Pool, Stage
 from autoshard_ilp.program.net import EmptyNodeError
 from autoshard_ilp.program.search import Search
 
 SLICE_SECONDS = 0.25
+DUAL_STEPS = 10  # between two turns of search in the second thread, once the bound hardly rises
 RELATIVE_MARGIN = 1e-9  # a value goes only when its bound exceeds the best cost by this
 SHRINK = 0.8  # reduce again when at most this part of the values is left
 EXACT_VALUES = 4000  # CP-SAT takes the whole program below this ..
@@ -92,9 +92,9 @@ class LargeSolver:
         dual = Dual(graph)
         if old is not None:
             dual.warm_start(old.dual, times)
-        start = np.zeros(flat.nodes, np.int64) if x is None else x
-        self.seed += 1
-        stage = Stage(way, graph, times, dual, LocalSearch(graph, start, self.seed))
+        stage = Stage(way, graph, times, dual, Pool(graph))
+        if x is not None and (flat.usage(x) <= flat.capacity).all():
+            stage.pool.offer(x, flat.value(x))
         self.log.append({**flat.size(), "rows": len(times), "seconds": time.monotonic() - self.search.began})
         return stage
 
@@ -103,21 +103,26 @@ class LargeSolver:
         stop = threading.Event()
         failed: list[BaseException] = []
 
-        def improve_bound() -> None:
+        self.seed += 2
+        main, helper = (Schedule(stage, self.seed + i, stage.pool.best) for i in range(2))
+
+        def help_along() -> None:
+            """Improve the bound; when that gets nowhere, search like the main thread."""
             try:
                 while not stop.is_set():
-                    if stage.dual.converged:
-                        stop.wait(0.05)
-                    else:
-                        stage.starts.append(stage.dual.step())
+                    for _ in range(1 if stage.dual.converged else DUAL_STEPS):
+                        if not stage.dual.converged and not stop.is_set():
+                            stage.starts.append(stage.dual.step())
+                    if stage.dual.settled and not stop.is_set():
+                        helper.turn(SLICE_SECONDS)
             except BaseException as error:  # raised again in the main thread
                 failed.append(error)
 
-        thread = threading.Thread(target=improve_bound, name="dual", daemon=True)
+        thread = threading.Thread(target=help_along, name="dual", daemon=True)
         thread.start()
         action = "end"
         try:
-            action = self._loop(stage, failed)
+            action = self._loop(stage, main, helper, failed)
         finally:
             stop.set()
             thread.join()
@@ -126,35 +131,33 @@ class LargeSolver:
             raise failed[0]
         if action == "shrink":
             reduced = reduce(stage.graph.flat, self._alive(stage))
-            best = stage.local.best
-            x = None if best is None else reduced.project(best)
+            x = None if stage.pool.best is None else reduced.project(stage.pool.best)
             return self._open((*stage.way, reduced), reduced, stage, x)
         if action == "exact":
             self._finish_exactly(stage)
         return None
 
-    def _loop(self, stage: Stage, failed: list[BaseException]) -> str:
+    def _loop(self, stage: Stage, main: Schedule, helper: Schedule, failed: list[BaseException]) -> str:
         """Local search until something else is to be done: "shrink", "exact" or "end"."""
         search = self.search
-        schedule = Schedule(stage, self.seed, stage.local.best is not None)
         while not failed:
             left = search.deadline - time.monotonic()
             if left <= 0:
                 return "end"
-            schedule.turn(min(SLICE_SECONDS, left))
+            main.turn(min(SLICE_SECONDS, left))
             self._note(stage)
             if search.done():
                 return "end"
             flat = stage.graph.flat
             if math.isfinite(search.upper):
-                np.maximum(stage.dual.value_bounds, schedule.walk.value_bounds, out=stage.dual.value_bounds)
-                search.prove(min(schedule.walk.bound, search.upper))
+                for walk in (main.walk, helper.walk):
+                    np.maximum(stage.dual.value_bounds, walk.value_bounds, out=stage.dual.value_bounds)
+                    search.prove(min(walk.bound, search.upper))
                 if np.count_nonzero(self._alive(stage)) < SHRINK * len(flat.cost):
                     return "shrink"
             small = len(flat.cost) <= EXACT_VALUES and len(flat.table) <= EXACT_CELLS
-            settled = stage.dual.converged or stage.dual.steps - stage.dual.last_rise > 60
             patience = STALL_SECONDS * len(flat.cost) / EXACT_VALUES
-            if small and settled and time.monotonic() - self.improved > patience:
+            if small and stage.dual.settled and time.monotonic() - self.improved > patience:
                 return "exact"
         return "end"
 
@@ -165,8 +168,8 @@ class LargeSolver:
     def _note(self, stage: Stage) -> None:
         """Take over what the searches found."""
         search = self.search
-        best = stage.local.best
-        if best is not None and stage.local.score[3] < search.upper:
+        best = stage.pool.best
+        if best is not None and stage.pool.cost < search.upper:
             self._offer(stage.expand(best))
         search.prove(min(stage.dual.bound, search.upper))
         if search.best is None and search.lower > self.ceiling:
@@ -192,7 +195,7 @@ class LargeSolver:
         """CP-SAT on the whole of what is left."""
         search, since = self.search, time.monotonic()
         options = CpOptions(search.deadline, search.options.seed, search.options.workers)
-        answer = solve_exactly(stage.graph.flat, list(stage.dual.rows), stage.local.score[3], stage.local.best, options)
+        answer = solve_exactly(stage.graph.flat, list(stage.dual.rows), search.upper, stage.pool.best, options)
         if answer.x is not None:
             self._offer(stage.expand(answer.x))
         search.report["rounding_error_seconds"] = max(search.rounding, answer.rounding)
