@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs.memory import fusible
+from autoshard_ilp.costs.padding import copies_for_tiles
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.sharding import WHOLE, local_bytes
@@ -192,6 +193,9 @@ def _hold_results(
             (int(buffers.time[m]), int(buffers.time[m]) + 1, "activations", graph.ops[m].scope) for m in cls.members
         ]
         hold(held, spans)
+    padded = copies_for_tiles(graph, representative, cls.strategies, sizes, getattr(table.profile, "family", ""))
+    times = [(int(buffers.time[m]), graph.ops[m].scope) for m in cls.members]
+    hold(padded, [(time, time + 1, "activations", scope) for time, scope in times])
 
 
 def _category(table: CostTable, op_id: int, tensor: int, roles: Mapping[int, str]) -> tuple[str, str]:

@@ -28,14 +28,17 @@ VIEWS = frozenset(
 )
 """Operations whose result shares its operand's buffer (or is a free slice of it)."""
 
-EXPENSIVE = frozenset(
+RANDOM = frozenset({"random_bits", "threefry2x32"})
+"""Random bits take too long to be drawn in several kernels, on any backend."""
+
+TRANSCENDENTAL = frozenset(
     """
     exp exp2 expm1 log log1p tanh tan sin cos sinh cosh asin acos atan atan2 erf erfc erf_inv logistic pow lgamma
-    digamma random_bits threefry2x32
+    digamma
     """.split()  # noqa: SIM905
 )
-"""Elementwise operations that XLA does not recompute in several consumers: transcendental functions and random bits.
-Divisions and square roots are on XLA's list as well, but its GPU and TPU cost models duplicate them freely."""
+"""Elementwise operations that XLA:CPU and XLA:TPU do not compute in several kernels; XLA:GPU weighs the time instead,
+and reading memory takes longer. Divisions and square roots are on XLA's list as well, but are duplicated freely."""
 
 UNFUSIBLE = frozenset(
     """
@@ -49,6 +52,9 @@ UNFUSIBLE = frozenset(
 
 MAX_LEAVES = 8
 """Buffers counted behind a fused tensor: enough to tell that reading them takes longer than reading the tensor."""
+
+DEAR_LEAVES = 1.1
+"""A fused tensor is written once for several kernels when computing it reads this many times its own bytes."""
 
 REDUCTIONS = ("reduce_", "argm")
 
@@ -88,10 +94,14 @@ def is_computed_inside(op: Op, tensor: int, buffers: Buffers) -> bool:
     return not free and fusible(op) and not buffers.stored[tensor]
 
 
-def analyse(graph: Graph) -> Buffers:
-    """Finds the buffers of a graph."""
+def analyse(graph: Graph, family: str = "") -> Buffers:
+    """Finds the buffers of a graph.
+
+    Args:
+        family: of the hardware, "tpu", "gpu" or "cpu": their compilers fuse differently (:data:`TRANSCENDENTAL`).
+    """
     root = _roots(graph)
-    stored = _stored(graph, root)
+    stored = _stored(graph, root, RANDOM if family == "gpu" else RANDOM | TRANSCENDENTAL)
     time = schedule(graph)
     horizon = int(time.max()) + 1 if len(time) else 1
     last_use = _last_uses(graph, root, stored, time)
@@ -140,14 +150,14 @@ def _roots(graph: Graph) -> np.ndarray:
     return root
 
 
-def _stored(graph: Graph, root: np.ndarray) -> np.ndarray:
+def _stored(graph: Graph, root: np.ndarray, expensive: frozenset[str]) -> np.ndarray:
     """Whether each tensor is written to memory (see the module docstring)."""
     readers = _readers(graph, root)
-    stored = _needs_buffer(graph, root, readers)
+    stored = _needs_buffer(graph, root, readers, expensive)
     several = _read_by_several_kernels(graph, root, stored, readers)
     leaves = _bytes_behind(graph, root, stored | several)
     sizes = np.array([t.bytes for t in graph.tensors])
-    return stored | (several & (leaves > sizes))
+    return stored | (several & (leaves > DEAR_LEAVES * sizes))
 
 
 def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
@@ -199,7 +209,9 @@ def _bytes_behind(graph: Graph, root: np.ndarray, stored: np.ndarray) -> np.ndar
     return total
 
 
-def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]]) -> np.ndarray:
+def _needs_buffer(
+    graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]], expensive: frozenset[str]
+) -> np.ndarray:
     """Tensors that their producer or one of their readers cannot fuse, or that nobody computes twice."""
     stored = np.zeros(len(graph.tensors), bool)
     costly = np.zeros(len(graph.tensors), bool)
@@ -209,7 +221,7 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
             for position, out in enumerate(op.outputs):
                 costly[out] = costly[op.inputs[min(position, len(op.inputs) - 1)]]
             continue
-        here = op.primitive in EXPENSIVE or any(costly[root[t]] and not stored[root[t]] for t in op.inputs)
+        here = op.primitive in expensive or any(costly[root[t]] and not stored[root[t]] for t in op.inputs)
         for t in op.outputs:
             costly[t] = here
             if op.primitive in ("argument", "constant"):
@@ -221,7 +233,7 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
             else:
                 stored[t] = (
                     not fusible(op)
-                    or any(not fusible(r) and not r.primitive.startswith("reduce_") for r in readers[t])
+                    or any(not fusible(r) and not r.primitive.startswith(REDUCTIONS) for r in readers[t])
                     or (here and len({r.id for r in readers[t]}) > 1)
                 )
     return stored

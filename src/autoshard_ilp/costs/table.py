@@ -111,7 +111,7 @@ def build_table(
         restriction: drops strategies that a pin forbids; ``restriction_key`` tells apart ops it treats differently.
         fold_layers: tie repeated layers to one decision.
     """
-    buffers = analyse(graph)
+    buffers = analyse(graph, getattr(profile, "family", ""))
     views = [graph.view(op) for op in graph.ops]
     rules = _rules(views, rule_of)
     deferred = deferrals(graph, rules)
