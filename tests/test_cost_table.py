@@ -241,3 +241,78 @@ def test_a_budget_below_the_activations_recomputes_them():
     assert saved.remat_policy != "never" and saved.remat
     assert saved.memory.peak_bytes <= budget
     assert saved.cost.total_s > kept.cost.total_s
+
+
+# -- buffers by backend
+
+
+def _loss_of_logits(x, w):
+    """A softmax over float32 copies of bfloat16 logits, with its gradient: what a language model ends with."""
+
+    def loss(w):
+        logits = (x @ w).astype(jnp.float32)
+        return -jax.nn.log_softmax(logits)[:, 0].sum()
+
+    return jax.grad(loss)(w)
+
+
+def test_gpus_compute_what_is_smaller_to_read_twice():
+    x, w = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((64, 4096), jnp.bfloat16)
+    graph = _graph(_loss_of_logits, x, w)
+    held = {}
+    for family in ("gpu", "tpu"):
+        stored = analyse(graph, family).stored
+        held[family] = {
+            (op.primitive, graph.tensors[t].dtype) for op in graph.ops for t in op.outputs
+            if stored[t] and graph.tensors[t].shape == (64, 4096)
+        }  # fmt: skip
+    assert ("exp", "float32") in held["tpu"] and ("exp", "float32") not in held["gpu"]
+    assert ("dot_general", "bfloat16") in held["gpu"]
+
+
+def test_a_sum_of_several_arrays_is_written_once_for_several_kernels():
+    def residual(x, a, b, w):
+        y = x @ w + a @ w + b @ w
+        return y.sum(), (y * y).sum(), (y - 1) @ w
+
+    stored = _stored(_graph(residual, X, X, X, X))
+    assert stored.count(("add", (64, 64))) == 1, "the last sum, not those on the way"
+    twice = _stored(_graph(lambda x, w: (lambda y: (y.sum(), (y * x).sum()))((x @ w) + 1), X, X))
+    assert ("add", (64, 64)) not in twice, "one array to read: computed in both kernels"
+
+
+def test_random_bits_are_drawn_once_on_every_backend():
+    def dropout(key, x):
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return (x * kept).sum(), (x * x * kept).max()
+
+    graph = _graph(dropout, jax.random.key(0), X)
+    for family in ("gpu", "tpu", "cpu"):
+        stored = analyse(graph, family).stored
+        drawn = [t.dtype for t in graph.tensors if stored[t.id] and graph.ops[t.producer].primitive != "argument"]
+        assert drawn == ["bool"], family
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "family", "copies"),
+    [
+        (((64, 96), (96, 257)), "bfloat16", "gpu", 96 * 257 + 64 * 257),
+        (((64, 257), (257, 96)), "bfloat16", "gpu", 64 * 257 + 257 * 96),
+        (((64, 96), (96, 256)), "bfloat16", "gpu", 0),
+        (((64, 96), (96, 257)), "float32", "gpu", 0),
+        (((64, 96), (96, 257)), "bfloat16", "tpu", 0),
+        (((1, 96), (96, 257)), "bfloat16", "gpu", 0),
+    ],
+)
+def test_products_of_odd_shapes_are_padded_on_gpus(shapes, dtype, family, copies):
+    from autoshard_ilp.costs.padding import copies_for_tiles
+    from autoshard_ilp.rules import rule_for
+    from autoshard_ilp.strategies import strategies_of
+
+    graph = _graph(jnp.matmul, *(jnp.zeros(s, dtype) for s in shapes))
+    op = next(o for o in graph.ops if o.primitive == "dot_general")
+    view = graph.view(op)
+    strategies = strategies_of(rule_for(view), view.in_shapes, view.out_shapes, (2,))
+    held = copies_for_tiles(graph, op, strategies, (2,), family)
+    assert held[0] == 2 * copies, "the first strategy keeps everything whole"
+    assert (held <= held[0]).all()

@@ -37,8 +37,9 @@ TRANSCENDENTAL = frozenset(
     digamma
     """.split()  # noqa: SIM905
 )
-"""Elementwise operations that XLA:CPU and XLA:TPU do not compute in several kernels; XLA:GPU weighs the time instead,
-and reading memory takes longer. Divisions and square roots are on XLA's list as well, but are duplicated freely."""
+"""Elementwise operations that XLA:CPU and XLA:TPU do not compute in several kernels. XLA:GPU does where that reads
+fewer bytes than the result has: float32 exponentials of bfloat16 logits. Divisions and square roots are on XLA's list
+of dear operations as well, but are duplicated freely."""
 
 UNFUSIBLE = frozenset(
     """
@@ -101,7 +102,7 @@ def analyse(graph: Graph, family: str = "") -> Buffers:
         family: of the hardware, "tpu", "gpu" or "cpu": their compilers fuse differently (:data:`TRANSCENDENTAL`).
     """
     root = _roots(graph)
-    stored = _stored(graph, root, RANDOM if family == "gpu" else RANDOM | TRANSCENDENTAL)
+    stored = _stored(graph, root, family)
     time = schedule(graph)
     horizon = int(time.max()) + 1 if len(time) else 1
     last_use = _last_uses(graph, root, stored, time)
@@ -150,10 +151,10 @@ def _roots(graph: Graph) -> np.ndarray:
     return root
 
 
-def _stored(graph: Graph, root: np.ndarray, expensive: frozenset[str]) -> np.ndarray:
+def _stored(graph: Graph, root: np.ndarray, family: str) -> np.ndarray:
     """Whether each tensor is written to memory (see the module docstring)."""
     readers = _readers(graph, root)
-    stored = _needs_buffer(graph, root, readers, expensive)
+    stored = _needs_buffer(graph, root, readers, family)
     several = _read_by_several_kernels(graph, root, stored, readers)
     leaves = _bytes_behind(graph, root, stored | several)
     sizes = np.array([t.bytes for t in graph.tensors])
@@ -193,37 +194,36 @@ def _read_by_several_kernels(
 
 
 def _bytes_behind(graph: Graph, root: np.ndarray, stored: np.ndarray) -> np.ndarray:
-    """Bytes of the buffers that a kernel reads to compute each tensor anew; many buffers count as their first ones."""
+    """Bytes of the buffers that a kernel reads to compute each tensor anew."""
     behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
     total = np.zeros(len(graph.tensors))
     for op in graph.ops:
-        read: set[int] = set()
-        for t in op.inputs:
-            base = int(root[t])
-            if graph.tensors[base].literal is None:
-                read |= {base} if stored[base] else behind[base]
-        mine = frozenset(sorted(read)[:MAX_LEAVES])
+        mine = _leaves(graph, root, stored, behind, op)
         for t in op.outputs:
             behind[t] = mine
-            total[t] = sum(graph.tensors[i].bytes for i in mine)
+            total[t] = _size(graph, mine)
     return total
 
 
-def _needs_buffer(
-    graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]], expensive: frozenset[str]
-) -> np.ndarray:
+def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]], family: str) -> np.ndarray:
     """Tensors that their producer or one of their readers cannot fuse, or that nobody computes twice."""
     stored = np.zeros(len(graph.tensors), bool)
-    costly = np.zeros(len(graph.tensors), bool)
+    drawn = np.zeros(len(graph.tensors), bool)  # from random bits, inside a fusion
+    costly = np.zeros(len(graph.tensors), bool)  # from a transcendental function, inside a fusion
+    behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
     donated = _written_in_place(graph, root)
     for op in graph.ops:
         if op.primitive in VIEWS:
             for position, out in enumerate(op.outputs):
-                costly[out] = costly[op.inputs[min(position, len(op.inputs) - 1)]]
+                source = op.inputs[min(position, len(op.inputs) - 1)]
+                drawn[out], costly[out] = drawn[source], costly[source]
             continue
-        here = op.primitive in expensive or any(costly[root[t]] and not stored[root[t]] for t in op.inputs)
+        inside = [root[t] for t in op.inputs if not stored[root[t]]]
+        random = op.primitive in RANDOM or any(drawn[t] for t in inside)
+        dear = op.primitive in TRANSCENDENTAL or any(costly[t] for t in inside)
+        mine = _leaves(graph, root, stored, behind, op)
         for t in op.outputs:
-            costly[t] = here
+            drawn[t], costly[t], behind[t] = random, dear, mine
             if op.primitive in ("argument", "constant"):
                 stored[t] = True
             elif not graph.tensors[t].shape or not readers[t]:
@@ -231,12 +231,29 @@ def _needs_buffer(
             elif t in donated:
                 stored[t] = not fusible(op)
             else:
+                once = random or (dear and (family != "gpu" or _size(graph, mine) >= graph.tensors[t].bytes))
                 stored[t] = (
                     not fusible(op)
                     or any(not fusible(r) and not r.primitive.startswith(REDUCTIONS) for r in readers[t])
-                    or (here and len({r.id for r in readers[t]}) > 1)
+                    or (once and len({r.id for r in readers[t]}) > 1)
                 )
     return stored
+
+
+def _leaves(
+    graph: Graph, root: np.ndarray, stored: np.ndarray, behind: Sequence[frozenset[int]], op: Op
+) -> frozenset[int]:
+    """Buffers that a kernel reads to compute an operation; of many, the first ones."""
+    read: set[int] = set()
+    for t in op.inputs:
+        base = int(root[t])
+        if graph.tensors[base].literal is None:
+            read |= {base} if stored[base] else behind[base]
+    return frozenset(sorted(read)[:MAX_LEAVES])
+
+
+def _size(graph: Graph, tensors: frozenset[int]) -> int:
+    return sum(graph.tensors[t].bytes for t in tensors)
 
 
 def _written_in_place(graph: Graph, root: np.ndarray) -> set[int]:
