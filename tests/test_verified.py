@@ -119,3 +119,14 @@ def test_the_real_compiler_decides_whether_it_fits() -> None:
     assert any(n.get("stage") == "verify" for n in seen)
     assert f"fits the budget of {autoshard.units.format_bytes(budget)}" in plan.notes[-1], plan.notes
     assert plan.verify("h100:8").compiled_peak_bytes <= budget < compiled
+
+
+def test_the_command_line_verifies_too(tmp_path: Any) -> None:
+    from typer.testing import CliRunner
+
+    from autoshard_ilp import cli
+
+    arguments = ["plan", "cli_models:small", "--mesh", "data=8", "--hardware", "cpu-host", "--verify", "--json"]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "Compiled for cpu" in result.stdout and "fits the budget" in result.stdout

@@ -167,6 +167,9 @@ def plan(
     seed: Annotated[int, typer.Option(help="Seed of the solver.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Solver threads. [default: all cores]", min=1)] = None,
     strict: Annotated[bool, typer.Option("--strict", help="An operation without a sharding rule is an error.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--verify", help="Compile the plan, and plan again while it exceeds the budget.")
+    ] = False,
     baseline: Annotated[
         list[str] | None, typer.Option(help="Compare with data_parallel, fsdp, zero1, megatron, ...; repeatable.")
     ] = None,
@@ -186,6 +189,8 @@ def plan(
     api.check_request(spec, budget, hardware, pins, objective, solver)  # before the slow part
     _check_writable(output)
     _check_baselines(baseline or [])
+    if compiled:
+        _virtual_cpu_devices(spec.size)
     options: dict[str, Any] = {
         "hardware": hardware,
         "batch_size": batch_size,
@@ -198,7 +203,7 @@ def plan(
     }
     with contextlib.redirect_stdout(sys.stderr):  # a model's own prints are no result
         factory = _factory(model, sequence_length)
-        found = api.optimize(factory, spec, budget, pins=pins or None, **options)
+        found = api.optimize(factory, spec, budget, pins=pins or None, verify=compiled, **options)
         others = {name: _baseline(name, factory, spec, budget, options) for name in baseline or []}
     origin = {
         "model": model,

@@ -189,7 +189,8 @@ def _read_by_several_kernels(
                 for out in reader.outputs if fusible(reader) else ():
                     kernels |= {~out} if stored[out] or found[out] else sinks[out]
             sinks[t] = frozenset(list(kernels)[:2])
-            found[t] = len(kernels) > 1 and fusible(op) and bool(op.inputs) and t not in donated and not stored[t]
+            fused = fusible(op) and op.phase != "update"  # the update of a variable is one kernel of several results
+            found[t] = len(kernels) > 1 and fused and bool(op.inputs) and t not in donated and not stored[t]
     return found
 
 
