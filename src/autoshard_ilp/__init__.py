@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard_ilp.errors import AutoshardError as AutoshardError
 from autoshard_ilp.errors import CheckpointError as CheckpointError
+from autoshard_ilp.errors import CompileError as CompileError
 from autoshard_ilp.errors import InfeasibleError as InfeasibleError
 from autoshard_ilp.errors import InputShapeError as InputShapeError
 from autoshard_ilp.errors import PlanFileError as PlanFileError

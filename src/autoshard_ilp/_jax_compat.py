@@ -178,4 +178,38 @@ def compile_only_devices(platform: str, topology_name: str, **options: Any) -> t
     """
     from jax.experimental import topologies
 
-    return tuple(topologies.get_topology_desc(topology_name, platform=platform, **options).devices)
+    try:
+        described = topologies.get_topology_desc(topology_name, platform=platform, **options)
+    except NotImplementedError:
+        if platform != "cuda" or not _register_cuda_without_gpu():
+            raise
+        described = topologies.get_topology_desc(topology_name, platform=platform, **options)
+    return tuple(described.devices)
+
+
+def _register_cuda_without_gpu() -> bool:
+    """Registers JAX's CUDA plugin where its own discovery gave up because this machine has no GPU driver.
+
+    That happens unless ``JAX_PLATFORMS`` leaves CUDA out. The plugin's check can be skipped; the compiler needs no
+    driver. Returns whether a plugin is installed.
+    """
+    import importlib
+    import os
+
+    name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    for module in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
+        try:
+            plugin = importlib.import_module(module)
+        except ImportError:
+            continue
+        before = os.environ.get(name)
+        os.environ[name] = "1"
+        try:
+            plugin.initialize()
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+        return True
+    return False

@@ -45,6 +45,18 @@ class TargetError(AutoshardError, ValueError):
     """A verification target that is unknown, or whose compiler is not installed."""
 
 
+class CompileError(AutoshardError, RuntimeError):
+    """The compiler of a target gave up on a plan's program; the plan itself is unharmed.
+
+    Attributes:
+        needed_bytes: memory per device that the compiler says it needs, when it gave up for want of it.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
 class InfeasibleError(AutoshardError):
     """No plan satisfies the memory budget and the pins.
 

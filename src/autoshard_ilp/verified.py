@@ -122,7 +122,7 @@ def compiled_peak(plan: Plan, target: str | None) -> int:
     except TargetError:
         raise
     except Exception as error:
-        used = peak_in_message(str(error))
+        used = getattr(error, "needed_bytes", None) or peak_in_message(str(error))
         if used is None:
             raise
         return used

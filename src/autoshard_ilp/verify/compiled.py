@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard_ilp.errors import TargetError
+from autoshard_ilp.errors import CompileError, TargetError
 from autoshard_ilp.verify.flops import matmul_flops
 from autoshard_ilp.verify.hlo_text import Module
 
 _NO_TOOLCHAIN = ("libdevice", "ptxas", "nvlink", "nvjitlink")
+_OUT_OF_MEMORY = ("resource_exhausted", "ran out of memory", "out of memory")
+#: "Used 18.31G of 15.75G hbm", "memory required for HLO temporaries (128.06G) exceeds available HBM (15.75G)"
+_NEEDED = re.compile(r"(?:Used |temporaries \()([\d.]+)([KMGT]?)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def compile_planned(plan: Any, mesh: Any | None = None, *, compiler_options: Mapping[str, Any] | None = None) -> Any:
@@ -26,20 +31,72 @@ def compile_planned(plan: Any, mesh: Any | None = None, *, compiler_options: Map
 
     Raises:
         TargetError: the GPU compiler misses CUDA's assembler or device library.
+        CompileError: the compiler gave up, for want of memory or for another reason.
     """
     arguments = () if mesh is None else (mesh,)
     marked = {"marked": True} if "marked" in inspect.signature(plan.jit).parameters else {}
     lowered = plan.jit(*arguments, **marked).lower(*plan.abstract_args(*arguments))
     try:
         return lowered.compile(compiler_options=dict(compiler_options or {}))
-    except Exception as error:
-        if not any(word in str(error).lower() for word in _NO_TOOLCHAIN):
-            raise
-        raise TargetError(
-            "XLA:GPU needs CUDA's assembler (ptxas) and device library (libdevice), new or old enough for the GPU. "
-            f"Received from the compiler: {str(error).splitlines()[0]} Install them with: "
-            'pip install "autoshard-ilp[cuda]" nvidia-cuda-nvcc-cu12 (no GPU is needed).'
+    except KeyboardInterrupt as error:
+        error.add_note("The compilation was interrupted; the plan is unharmed and can be verified again.")
+        raise
+    except MemoryError as error:
+        raise CompileError(
+            "The compiler must find room in this machine's own memory. Received: it ran out of it. The plan is "
+            "unharmed; verify it on a machine with more memory, or verify a model of fewer layers."
         ) from error
+    except Exception as error:
+        explained = _explained(error)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def _explained(error: Exception) -> Exception | None:
+    """Our error for one of the compiler's; None for what is no compiler's error."""
+    from jax.errors import JaxRuntimeError
+
+    text = str(error)
+    first = " ".join(text.split())[:500]
+    if any(word in text.lower() for word in _NO_TOOLCHAIN):
+        return TargetError(
+            "XLA:GPU needs CUDA's assembler (ptxas) and device library (libdevice), new or old enough for the GPU. "
+            f"Received from the compiler: {text.splitlines()[0]} Install them with: "
+            'pip install "autoshard-ilp[cuda]" nvidia-cuda-nvcc-cu12 (no GPU is needed).'
+        )
+    if any(word in text.lower() for word in _OUT_OF_MEMORY):
+        return CompileError(
+            f"The compiled program must fit the target's memory. Received from its compiler: {first} The plan is "
+            "unharmed; plan again with a smaller memory_budget, or with verify=True, which does so by itself.",
+            needed_bytes=needed_bytes(text),
+        )
+    if isinstance(error, JaxRuntimeError):
+        return CompileError(
+            f"The target's compiler must accept the planned program. Received from it: {first} The plan is unharmed. "
+            f"Installed are {installed_compilers()}; the compilers must be of the versions that this jax pins "
+            '(pip install "autoshard-ilp[tpu]" or "autoshard-ilp[cuda]").'
+        )
+    return None
+
+
+def needed_bytes(message: str) -> int | None:
+    """Bytes per device that a compiler says a program needs when it refuses it; None when it does not say."""
+    match = _NEEDED.search(message)
+    return round(float(match[1]) * _UNITS[match[2]]) if match else None
+
+
+def installed_compilers() -> str:
+    """Versions of jax and of the compilers' packages, as "jax 0.10.2, libtpu 0.0.30, no jax-cuda12-plugin"."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for package in ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)
 
 
 def memory_bytes(compiled: Any) -> dict[str, int]:

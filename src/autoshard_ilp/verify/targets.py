@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard_ilp.errors import TargetError
+from autoshard_ilp.verify.compiled import installed_compilers
 
 _TEXT = re.compile(r"([a-z0-9]+(?:[-_][a-z0-9]+)*)(?::(\d+(?:x\d+)*))?", re.IGNORECASE)
 
@@ -306,8 +307,8 @@ def _tpu_devices(target: Target) -> tuple[Any, ...]:
     except Exception as error:
         raise TargetError(
             f"The TPU compiler describes a slice before it compiles for it. Received: {target}, answered with: {error} "
-            "Choose a slice shape that is sold, and a libtpu of the version that this jax pins "
-            '(pip install "autoshard-ilp[tpu]").'
+            f"Choose a slice shape that is sold, and a libtpu of the version that this jax pins "
+            f'(pip install "autoshard-ilp[tpu]"); installed are {installed_compilers()}.'
         ) from error
 
 
@@ -337,7 +338,7 @@ def _gpu_devices(target: Target) -> tuple[Any, ...]:
     except Exception as error:
         raise TargetError(
             f"The GPU compiler could not be set up for {target}: {error}. Check that jax, its CUDA plugin and its "
-            'PJRT library have one version: pip install "autoshard-ilp[cuda]".'
+            f'PJRT library have one version: pip install "autoshard-ilp[cuda]"; installed are {installed_compilers()}.'
         ) from error
 
 
