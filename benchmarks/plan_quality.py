@@ -8,12 +8,17 @@ python benchmarks/plan_quality.py --only llama --smoke     # see --help
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from cases import CASES, QUALITY, SMOKE
 from common import answer, import_everything, in_own_process, machine, result_file, table
+from propagation import Propagated
+
+PROPAGATED = ("fsdp", "megatron")
+"""Baselines that are also compiled with shardings on arguments and results only ("fsdp-u": unconstrained inside)."""
 
 PREDICTED = {
     "plan": "",
@@ -28,6 +33,8 @@ PREDICTED = {
     "solve s": ".1f",
 }
 COMPILED = {
+    "compiled ms": ".3f",
+    "x plan": ".2f",
     "compiled sent MB": ".1f",
     "compiled communication ms": ".3f",
     "compiled peak GB": ".2f",
@@ -71,7 +78,24 @@ def measure(name: str, time_limit: float, target: str | None) -> list[dict[str, 
             row["x optimum"] = plan.cost.total_s / best
         if target:
             row |= _compiled(plan, target)
-    return rows
+            if kind in PROPAGATED:
+                rows.append({"case": name, "plan": f"{kind}-u", **_compiled(Propagated(plan), target)})
+    return _against_plan(rows)
+
+
+def _against_plan(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds how much longer than the plan every row's compiled program takes."""
+    own = rows[0].get("compiled ms")
+    return [{**row, "x plan": row["compiled ms"] / own} if own and row.get("compiled ms") else row for row in rows]
+
+
+def geometric_mean(rows: list[dict[str, Any]]) -> float | None:
+    """Over all cases, the best compiled baseline's time over the plan's."""
+    ratios = []
+    for name in dict.fromkeys(row["case"] for row in rows):
+        others = [r["x plan"] for r in rows if r["case"] == name and r.get("plan") != "optimize" and r.get("x plan")]
+        ratios += [min(others)] if others else []
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
 
 
 def _predicted(plan: Any) -> dict[str, Any]:
@@ -92,9 +116,11 @@ def _compiled(plan: Any, target: str) -> dict[str, Any]:
     try:
         found = plan.verify(target)
     except Exception as error:
-        return {"status": f"{plan.status}; not compiled: {type(error).__name__}: {str(error).splitlines()[0][:100]}"}
+        return {"status": f"not compiled: {type(error).__name__}: {str(error).splitlines()[0][:100]}"}
     seconds = found.compiled_communication_seconds
+    share = found.compiled_flops / plan.cost.flops if found.compiled_flops and plan.cost.flops else 1.0
     return {
+        "compiled ms": None if seconds is None else (seconds + share * plan.cost.compute_s) * 1e3,
         "compiled sent MB": found.compiled_bytes_per_device / 1e6,
         "compiled communication ms": None if seconds is None else seconds * 1e3,
         "compiled peak GB": None if found.compiled_peak_bytes is None else found.compiled_peak_bytes / 1e9,
@@ -105,7 +131,15 @@ def _compiled(plan: Any, target: str) -> dict[str, Any]:
 def report(rows: list[dict[str, Any]], target: str | None) -> str:
     """The result file: one table per case."""
     columns = {**PREDICTED, **(COMPILED if target else {})}
-    compiled = f" Compiled columns: every plan compiled for {target} without the hardware." if target else ""
+    compiled = ""
+    if target:
+        mean = geometric_mean(rows)
+        compiled = (
+            f" Compiled columns: every plan compiled for {target} without the hardware; compiled ms are its "
+            "collectives under the profile and the predicted compute, scaled by the matmul FLOP really compiled; -u: shardings on "
+            "arguments and results only, the interior left to XLA. Geometric mean of the best baseline over the plan: "
+            f"{'unknown' if mean is None else format(mean, '.3f')}."
+        )
     parts = [
         f"# Plan quality\n\n{machine()}\n\nTraining steps on a mesh data=2, model=4, under the profile's usable "
         "memory. A baseline is the best plan of its kind under the same cost model (see "
