@@ -77,9 +77,10 @@ def measure(name: str, time_limit: float, target: str | None) -> list[dict[str, 
         if best:
             row["x optimum"] = plan.cost.total_s / best
         if target:
-            row |= _compiled(plan, target)
+            row |= _compiled(plan, plan.verify, target)
             if kind in PROPAGATED:
-                rows.append({"case": name, "plan": f"{kind}-u", **_compiled(Propagated(plan), target)})
+                bare = Propagated(plan)
+                rows.append({"case": name, "plan": f"{kind}-u", **_compiled(plan, bare.verify, target)})
     return _against_plan(rows)
 
 
@@ -111,10 +112,10 @@ def _predicted(plan: Any) -> dict[str, Any]:
     }
 
 
-def _compiled(plan: Any, target: str) -> dict[str, Any]:
+def _compiled(plan: Any, verify: Any, target: str) -> dict[str, Any]:
     """What the target's compiler makes of a plan; a compilation that fails is told in the status."""
     try:
-        found = plan.verify(target)
+        found = verify(target)
     except Exception as error:
         return {"status": f"not compiled: {type(error).__name__}: {str(error).splitlines()[0][:100]}"}
     seconds = found.compiled_communication_seconds
@@ -136,8 +137,8 @@ def report(rows: list[dict[str, Any]], target: str | None) -> str:
         mean = geometric_mean(rows)
         compiled = (
             f" Compiled columns: every plan compiled for {target} without the hardware; compiled ms are its "
-            "collectives under the profile and the predicted compute, scaled by the matmul FLOP really compiled; -u: shardings on "
-            "arguments and results only, the interior left to XLA. Geometric mean of the best baseline over the plan: "
+            "collectives under the profile and the predicted compute, scaled by the matmul FLOP really compiled; -u: "
+            "shardings on arguments and results only, the interior left to XLA. Geometric mean of the best baseline over the plan: "
             f"{'unknown' if mean is None else format(mean, '.3f')}."
         )
     parts = [

@@ -40,3 +40,9 @@ class Propagated:
     def abstract_args(self, mesh: Any) -> Any:
         """As :meth:`autoshard_ilp.Plan.abstract_args`."""
         return self.plan.abstract_args(mesh)
+
+    def verify(self, target: str) -> Any:
+        """What the target's compiler makes of it; all of its collectives are unplanned."""
+        from autoshard_ilp.verify import verify
+
+        return verify(self, target)
