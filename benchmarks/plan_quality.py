@@ -138,7 +138,8 @@ def report(rows: list[dict[str, Any]], target: str | None) -> str:
         compiled = (
             f" Compiled columns: every plan compiled for {target} without the hardware; compiled ms are its "
             "collectives under the profile and the predicted compute, scaled by the matmul FLOP really compiled; -u: "
-            "shardings on arguments and results only, the interior left to XLA. Geometric mean of the best baseline over the plan: "
+            "shardings on arguments and results only, the interior left to XLA. Geometric mean of the best baseline "
+            "over the plan: "
             f"{'unknown' if mean is None else format(mean, '.3f')}."
         )
     parts = [

@@ -137,3 +137,24 @@ def test_gpus_are_compiled_for_without_jax_platforms_too():
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[-1:] == ["8"], done.stderr[-2000:]
+
+
+def test_gpu_products_without_tiles_are_compiled_another_way(plan, monkeypatch):
+    """XLA:GPU without a GPU cannot try which Triton tiles fit; for some odd sizes its own choice does not."""
+    asked = []
+
+    class Tiled(_Lowered):
+        def compile(self, compiler_options):
+            asked.append(compiler_options)
+            if len(asked) == 1:
+                raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo")
+            return plan.jit().lower(*plan.abstract_args()).compile()
+
+    from autoshard_ilp.verify.compiled import compile_planned
+
+    jitted = type("FakePlan", (), {"jit": lambda self: Tiled(None), "abstract_args": lambda self: ()})()
+    compile_planned(jitted, compiler_options={"xla_gpu_autotune_level": 0})
+    assert asked == [
+        {"xla_gpu_autotune_level": 0},
+        {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
+    ]

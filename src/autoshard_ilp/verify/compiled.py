@@ -36,8 +36,9 @@ def compile_planned(plan: Any, mesh: Any | None = None, *, compiler_options: Map
     arguments = () if mesh is None else (mesh,)
     marked = {"marked": True} if "marked" in inspect.signature(plan.jit).parameters else {}
     lowered = plan.jit(*arguments, **marked).lower(*plan.abstract_args(*arguments))
+    options = dict(compiler_options or {})
     try:
-        return lowered.compile(compiler_options=dict(compiler_options or {}))
+        return _compile(lowered, options)
     except KeyboardInterrupt as error:
         error.add_note("The compilation was interrupted; the plan is unharmed and can be verified again.")
         raise
@@ -51,6 +52,19 @@ def compile_planned(plan: Any, mesh: Any | None = None, *, compiler_options: Map
         if explained is None:
             raise
         raise explained from error
+
+
+def _compile(lowered: Any, options: dict[str, Any]) -> Any:
+    """Compiles; once more without XLA:GPU's Triton products where these find no tiles, as happens for odd sizes.
+
+    Without a GPU nothing can try which tiles work, and XLA's own choice may not fit the shape.
+    """
+    try:
+        return lowered.compile(compiler_options=options)
+    except Exception as error:
+        if "tile" not in str(error) or "xla_gpu_autotune_level" not in options:
+            raise
+        return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False})
 
 
 def _explained(error: Exception) -> Exception | None:
