@@ -287,6 +287,7 @@ def test_a_model_that_changes_under_its_plan() -> None:
     assert_on_plan(model, plan)
     before = values(model)
     cases.compiled(model, keras.optimizers.Adam(0.01))
+    assert_close(model.predict(x, batch_size=BATCH, verbose=0), alone.predict(x, verbose=0))
     for train in (lambda: model.fit(x, y, verbose=0), lambda: model.train_on_batch(x[:8], y[:8])):
         with pytest.raises(autoshard.PlanMismatchError, match="optimizer is 'adam' instead of 'sgd'"):
             train()

@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 from autoshard_ilp import keras_integration as ki
-from autoshard_ilp.errors import AutoshardError, PlanMismatchError, UnsupportedModelError
+from autoshard_ilp.errors import PlanMismatchError
 from autoshard_ilp.keras_runtime import programs
 from autoshard_ilp.keras_runtime.programs import Program
 from autoshard_ilp.plan import Plan
@@ -70,7 +70,7 @@ class Runtime:
         self.layouts: dict[int, Layout] = {
             id(v): leaf.layout for v, leaf in zip(self.variables, plan.arguments, strict=False)
         }
-        self.signature = _signature(model)
+        self.signatures = dict.fromkeys(ki.GROUPS, _signature(model))
         self.bases: dict[str, Plan] = {plan.mode: plan}
         self.programs: dict[Any, Program] = {}
         if plan.executable is not None:
@@ -108,13 +108,18 @@ class Runtime:
                 "train_on_batch. Plan the training step, autoshard.optimize(model, mesh), and apply that plan."
             )
         signature = _signature(self.model)
-        if _is_same(signature, self.signature):
+        if _is_same(signature, self.signatures[mode]):
             return
         if mode == "train":
             self._follow_change()
         else:
-            self.programs, self.bases = {}, {}
-        self.signature = signature
+            self._forget(mode)
+        self.signatures[mode] = signature
+
+    def _forget(self, mode: str) -> None:
+        """Programs of steps that are no longer the model's."""
+        self.bases.pop(mode, None)
+        self.programs = {key: program for key, program in self.programs.items() if mode not in key}
 
     def _follow_change(self) -> None:
         """The model was compiled again or changed: the plan must still be that of its step."""
@@ -136,7 +141,7 @@ class Runtime:
                 f"For a plan of the whole, call autoshard.optimize once more. ({error})",
                 stacklevel=5,
             )
-            self.programs, self.bases = {}, {}
+            self._forget("train")
 
     def _step(self, mode: str) -> Any:
         def step(state: Any, data: Any) -> tuple[Any, Any]:
@@ -196,15 +201,24 @@ class Runtime:
             plan = programs.at_other_shapes(base, step) if base is not None else None
             if plan is None:
                 plan = programs.companion(self.plan, step, self.layouts)
+                self._adopt(plan, mode)
             self.bases.setdefault(mode, plan)
             return programs.compiled_program(plan)
-        except (UnsupportedModelError, AutoshardError) as error:
+        except Exception as error:
             warnings.warn(
                 f"No plan was found for this {mode} step, so it runs as XLA partitions it around the plan's variables. "
                 f"({type(error).__name__}: {error})",
                 stacklevel=6,
             )
             return programs.own_program(self.model, mode, self._state_shardings(mode))
+
+    def _adopt(self, plan: Plan, mode: str) -> None:
+        """Variables that have come since (LoRA, quantised kernels) stay where the first plan with them puts them."""
+        for variable, leaf in zip(_flat(ki.state_variables(self.model, mode)), plan.arguments, strict=False):
+            if id(variable) not in self.layouts:
+                self.layouts[id(variable)] = leaf.layout
+                self.variables.append(variable)  # so that its id is not given to another one
+                variable._layout = self.sharding(variable)
 
 
 def _flat(groups: Any) -> list[Any]:
