@@ -110,4 +110,24 @@ QUALITY: Mapping[str, Case] = {
 }
 """True width, few layers: small enough to compile every plan for its target."""
 
-CASES: Mapping[str, Case] = {**SMOKE, **SPEED, **QUALITY}
+_GROWTH_MESHES: Mapping[str, Mapping[str, int]] = {
+    "4 devices": {"data": 2, "model": 2},
+    "16 devices": _4X4,
+    "64 devices": {"data": 8, "model": 8},
+    "256 devices": {"data": 16, "model": 16},
+    "1 axis": {"data": 16},
+    "2 axes": _4X4,
+    "3 axes": _2X2X4,
+}
+GROWTH: Mapping[str, Case] = {
+    **{f"layers / {n}": Case(f"hub:gpt2_small?layers={n}", _2X4, "tpu-v5e", 256, 256) for n in (2, 4, 8, 16, 32)},
+    **{
+        f"{'axes' if 'ax' in name else 'devices'} / {name.split()[0]}": Case(
+            "hub:gpt2_small?layers=4", mesh, "tpu-v5e", 256, 256
+        )
+        for name, mesh in _GROWTH_MESHES.items()
+    },
+}
+"""One model whose layers, devices or mesh axes grow, all else equal."""
+
+CASES: Mapping[str, Case] = {**SMOKE, **SPEED, **QUALITY, **GROWTH}

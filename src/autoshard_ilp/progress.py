@@ -20,7 +20,7 @@ class Progress:
     def __init__(self, show: bool | Callable[[dict[str, Any]], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
         self._call = show if callable(show) else None
-        watched = sys.stderr.isatty() or "ipykernel" in sys.modules
+        watched = sys.stderr.isatty() or _in_notebook()
         self._draw = self._call is None and (watched if show is None else bool(show))
         self._status: Any = None
         self._stage = ""
@@ -31,9 +31,7 @@ class Progress:
         if not self._draw:
             yield self
             return
-        from rich.console import Console
-
-        with Console(stderr=True).status("planning") as status:
+        with _notebook_line() if _in_notebook() else _terminal_line() as status:
             self._status = status
             try:
                 yield self
@@ -58,3 +56,41 @@ class Progress:
         if self._status is not None:
             figures = [f"{k} {v:.4g}" for k, v in news.items() if isinstance(v, float) and abs(v) < 1e300]
             self._status.update(" ".join([str(news.get("stage", self._stage)), *figures]))
+
+
+def _in_notebook() -> bool:
+    """Whether a kernel shows what is displayed; IPython on a terminal is a terminal."""
+    if "ipykernel" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    return type(get_ipython()).__name__ == "ZMQInteractiveShell"
+
+
+def _terminal_line() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True).status("planning")
+
+
+class _Line:
+    """One line of a notebook's output that is written over; no widgets are needed."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def update(self, text: str) -> None:
+        """Shows another text."""
+        self._handle.update({"text/plain": text}, raw=True)
+
+
+@contextmanager
+def _notebook_line() -> Iterator[_Line]:
+    from IPython.display import display
+
+    began = time.perf_counter()
+    line = _Line(display({"text/plain": "planning"}, raw=True, display_id=True))
+    try:
+        yield line
+    finally:
+        line.update(f"{time.perf_counter() - began:.1f} s of planning")

@@ -110,6 +110,7 @@ def rendered(parts: Iterable[Any], width: int, only_ascii: bool = False) -> str:
     for part in parts:
         out = _Ascii() if only_ascii else io.StringIO()
         options: dict[str, Any] = {"color_system": None, "markup": False, "highlight": False, "legacy_windows": False}
+        options["force_jupyter"] = False  # in a notebook rich would show the text as well as return it
         Console(file=out, width=width, **options).print(part)
         texts.append("\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n"))
     return "\n\n".join(texts) + "\n"

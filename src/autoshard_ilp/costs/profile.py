@@ -252,6 +252,16 @@ def profiles() -> list[str]:
     return sorted(path.stem for path in _models_folder().glob("*.toml"))
 
 
+def profile_path(name: str) -> Path:
+    """The file of a packaged profile: the nearest one is where a profile of your own starts.
+
+    Raises:
+        ProfileError: there is no such profile.
+    """
+    load_profile(name)
+    return _models_folder() / f"{name}.toml"
+
+
 def profile_for_device_kind(kind: str) -> str | None:
     """Name of the packaged profile whose ``device_kinds`` holds ``kind`` (``jax.Device.device_kind``), or None."""
     return _names_by_device_kind().get(kind.strip().lower())

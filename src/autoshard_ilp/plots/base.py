@@ -19,7 +19,7 @@ class PlanFigure(Figure):
 
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
         held = io.BytesIO()
-        self.savefig(held, format="png", dpi=2 * DPI)
+        self.savefig(held, format="png", dpi=1.5 * DPI)
         width, height = self.get_size_inches()
         return held.getvalue(), {"width": int(width * DPI), "height": int(height * DPI)}
 

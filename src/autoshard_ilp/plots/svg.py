@@ -94,7 +94,7 @@ def tensor(shape: Sequence[int], layout: Layout, axis_names: Sequence[str], axis
         parts.append(_text(50 + 3 * behind, 7 + height / 2 + 3.5, note.strip(), extra=' font-size="10"'))
     parts.append(f"<title>{escape(', '.join(said))}</title>")
     box = 52 + 3 * behind + (CHARACTER * len(note) if note else 0)
-    return _svg(box, 9 + height, parts, ", ".join(said), f"width:{box:.0f}px;height:{9 + height:.0f}px")
+    return _svg(box, 9 + height, parts, ", ".join(said), f"width:{box:.0f}px;max-width:none;height:{9 + height:.0f}px")
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
