@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"^(?:```python|<!-- setup)\n(.*?)^(?:```|-->)$", re.M | re.S)
+"""What is run: blocks of Python, and comments that set up what a page of fragments takes for granted."""
+
 PAGES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(p.read_text(encoding="utf-8"))]
 
 
@@ -33,6 +35,8 @@ def test_pages_are_found():
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
+    if "checkpoint" in page.name:
+        pytest.importorskip("orbax.checkpoint")
     monkeypatch.chdir(tmp_path)
     exec(compile(blocks(page), str(page), "exec"), {"__name__": "__main__"})
     assert "Traceback" not in capsys.readouterr().err
