@@ -81,10 +81,10 @@ class Dual:
             self.spread, self.birth = min(WIDEST, self.spread * 1.3), min(0.05, self.birth * 1.5)
         else:
             self.spread, self.birth = max(1.02, self.spread**0.8), max(1e-5, self.birth * 0.8)
-        if self.rows:
+        if self.rows and self.cuts:
             self.next, model = self._master()
-        else:
-            self.next, model = self.prices, self.bound
+        else:  # rows without a cut come from an earlier dual
+            self.next, model = self.prices, math.inf if self.rows else self.bound
         scale = max(abs(self.bound), 1e-300)
         close = model - self.bound <= CONVERGED * scale
         self.converged = close and (self.spread > 1.5 if self.rows else self.steps > 50)
