@@ -1,4 +1,4 @@
-"""The command line, ``autoshard plan | verify | profiles | calibrate``.
+"""The command line, ``autoshard plan | explain | verify | sweep | pareto | mesh | compare | profiles | calibrate``.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 no plan fits the budget and the pins, 2 input
 that makes no sense (usage errors too), 3 a fault of this program, 130 interrupted. What is slow to import is imported
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard_ilp import __version__
+from autoshard_ilp import __version__, cli_explore
 from autoshard_ilp.cli_calibrate import calibrate
 from autoshard_ilp.console import (
     INTERRUPTED,
@@ -36,7 +36,7 @@ app = typer.Typer(
     name="autoshard",
     help="Provably optimal sharding of Keras 3 models on JAX, without an accelerator attached.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -386,6 +386,7 @@ def profiles(as_json: Json = False) -> None:
 
 
 app.command()(calibrate)
+cli_explore.register(app)
 
 
 def main() -> None:

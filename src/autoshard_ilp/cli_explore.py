@@ -1,0 +1,384 @@
+"""``autoshard explain | compare | pareto | mesh | sweep``: questions on the command line, see :mod:`.cli`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autoshard_ilp.console import (
+    INFEASIBLE,
+    INTERRUPTED,
+    only_ascii,
+    prepare,
+    print_json,
+    print_text,
+    quiet_native_logs,
+    reported,
+    say,
+    width,
+)
+from autoshard_ilp.errors import InputShapeError, PlanFileError, SweepFileError
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan written by autoshard plan --output.")]
+Model = Annotated[str, typer.Argument(help="hub:PRESET (hub:llama3_8b, hub:gpt2_small?layers=2) or module:factory.")]
+OtherModel = Annotated[str | None, typer.Option(help="Build this model instead of the one that the plan names.")]
+Budget = Annotated[str | None, typer.Option(help="Per device: 16GB, 16GiB or bytes. [default: what the hardware has]")]
+Batch = Annotated[int | None, typer.Option(help="Global batch. [default: 32, rounded up]")]
+Length = Annotated[int | None, typer.Option(help="Size of unknown dimensions, such as tokens.")]
+Mode = Annotated[str, typer.Option(help="train (the whole step) or predict (forward only).")]
+Objective = Annotated[str, typer.Option(help="step_time or communication.")]
+Remat = Annotated[str, typer.Option(help="Recompute activations: auto, never, selective, full or full:6.")]
+Pin = Annotated[list[str] | None, typer.Option(help="REGEX=SPEC, repeatable.")]
+Limit = Annotated[float, typer.Option(help="Seconds for the solver, per plan.", min=0.0)]
+Figure = Annotated[Path | None, typer.Option("--plot", help="Draw into this file (.png, .svg or .pdf).")]
+Table = Annotated[Path | None, typer.Option("--output", "-o", help="Write the table to this CSV file.")]
+
+
+def _hardware_names(incomplete: str) -> list[str]:
+    """Profiles for the shell's completion."""
+    from autoshard_ilp.costs.profile import profiles
+
+    return [name for name in profiles() if name.startswith(incomplete)]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this file."""
+    for command in (explain, compare, pareto, mesh, sweep):
+        app.command()(command)
+
+
+@reported
+def explain(
+    plan_file: PlanFile,
+    path: Annotated[str, typer.Argument(help="Path of a variable, input or output, or a regular expression.")],
+    model: OtherModel = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds for all layouts together.", min=0.0)] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Why a tensor lies as it does: every other layout with the cost of the best plan that uses it."""
+    prepare()
+    found = _bound(plan_file, model)
+    with contextlib.redirect_stdout(sys.stderr):
+        why = found.explain(path, time_limit=time_limit)
+    _answer(why, as_json)
+
+
+@reported
+def compare(
+    first: PlanFile,
+    second: Annotated[Path, typer.Argument(help="Another plan of the same model.")],
+    price: Annotated[bool, typer.Option("--price", help="Solve for the best plan with each difference alone.")] = False,
+    model: OtherModel = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds for --price.", min=0.0)] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Which tensors lie differently in two plans of a model, and what the differences cost."""
+    prepare()
+    from autoshard_ilp.api import load
+
+    other = load(second)
+    mine = _bound(first, model) if price else load(first)
+    with contextlib.redirect_stdout(sys.stderr):
+        if price:
+            from autoshard_ilp.explore.whatif import with_trail
+
+            mine = with_trail(mine)
+        found = mine.compare(other, price=price, time_limit=time_limit)
+    _answer(found, as_json)
+
+
+@reported
+def pareto(
+    model: Model,
+    mesh: Annotated[str, typer.Option(help="Axes of the device mesh, such as data=4,model=4.")],
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="Profile name, slice or TOML. [default: cpu-host]", autocompletion=_hardware_names),
+    ] = None,
+    budget: Annotated[
+        list[str] | None, typer.Option(help="A budget per device, repeatable. [default: find every breakpoint]")
+    ] = None,
+    max_points: Annotated[int, typer.Option(help="Most plans looked for.")] = 40,
+    total_time_limit: Annotated[float | None, typer.Option(help="Seconds after the trace.", min=0.0)] = None,
+    batch_size: Batch = None,
+    sequence_length: Length = None,
+    mode: Mode = "train",
+    objective: Objective = "step_time",
+    remat: Remat = "auto",
+    pin: Pin = None,
+    time_limit: Limit = 60.0,
+    output: Table = None,
+    plot: Figure = None,
+    as_json: Json = False,
+) -> None:
+    """Step time against memory budget, every breakpoint of it, each point a proved plan."""
+    prepare()
+    from autoshard_ilp.cli import parse_pins
+    from autoshard_ilp.explore.pareto import pareto as find
+    from autoshard_ilp.mesh import parse_mesh
+    from autoshard_ilp.program.model import SolverOptions
+
+    sizes = [int(b) if b.isdecimal() else b for b in budget] if budget else None
+    options: dict[str, Any] = {"hardware": hardware, "batch_size": batch_size, "sequence_length": sequence_length}
+    options |= {"mode": mode, "objective": objective, "remat": remat, "pins": parse_pins(pin or []) or None}
+    spec, solver = parse_mesh(mesh), SolverOptions(time_limit=time_limit)
+    _check_outputs(output, plot)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = find(
+            _model(model, sequence_length), spec, budgets=sizes, max_points=max_points, time_limit=total_time_limit,
+            solver=solver, **options,
+        )  # fmt: skip
+    _keep(found, output, plot)
+    _answer(found, as_json)
+    if found.points and all(p.status in ("infeasible", "unknown") for p in found.points):
+        raise typer.Exit(INFEASIBLE)
+
+
+@reported
+def mesh(
+    model: Model,
+    devices: Annotated[int | None, typer.Option(help="How many, where --hardware does not say.")] = None,
+    hardware: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Profile, slice (tpu-v5e:4x4) or PROFILE=DEVICES; repeatable to compare.",
+            autocompletion=_hardware_names,
+        ),
+    ] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(help="HARDWARE=PRICE per device and hour, repeatable, any currency.")
+    ] = None,
+    rank: Annotated[str, typer.Option(help="time or price (per step).")] = "time",
+    max_axes: Annotated[int, typer.Option(help="Most mesh axes.")] = 3,
+    smallest: Annotated[bool, typer.Option("--smallest", help="Find the fewest devices on which it fits.")] = False,
+    largest_batch: Annotated[
+        bool, typer.Option("--largest-batch", help="Find the largest batch that fits the mesh of --axes.")
+    ] = False,
+    axes: Annotated[str | None, typer.Option(help="The mesh of --largest-batch, such as data=4,model=4.")] = None,
+    multiple_of: Annotated[
+        int | None, typer.Option(help="Batches of --largest-batch. [default: the number of devices]", min=1)
+    ] = None,
+    memory_budget: Budget = None,
+    batch_size: Batch = None,
+    sequence_length: Length = None,
+    mode: Mode = "train",
+    objective: Objective = "step_time",
+    remat: Remat = "auto",
+    time_limit: Limit = 60.0,
+    save: Annotated[Path | None, typer.Option("--save", help="Write the best plan to this file.")] = None,
+    output: Table = None,
+    plot: Figure = None,
+    as_json: Json = False,
+) -> None:
+    """The best mesh shape for a model, across hardware; the smallest slice; the largest batch."""
+    prepare()
+    from autoshard_ilp.program.model import SolverOptions
+
+    if smallest and largest_batch:
+        raise InputShapeError("One question is asked at a time. Received: --smallest and --largest-batch.")
+    if (axes is not None) != largest_batch:
+        raise InputShapeError(f"--largest-batch needs --axes, and nothing else takes it. Received: --axes {axes}.")
+    _check_outputs(output, plot, save)
+    budget: str | int | None = int(memory_budget) if memory_budget and memory_budget.isdecimal() else memory_budget
+    options: dict[str, Any] = {"memory_budget": budget, "sequence_length": sequence_length, "mode": mode}
+    options |= {"objective": objective, "remat": remat, "solver": SolverOptions(time_limit=time_limit)}
+    chips = _chips(hardware or [], devices)
+    several = {**options, "batch_size": batch_size, "max_axes": max_axes, "prices": _prices(price or [])}
+    with contextlib.redirect_stdout(sys.stderr):
+        question: Callable[[Any], Any]
+        if largest_batch:
+            question = _largest_batch(str(axes), chips, {**options, "multiple_of": multiple_of})
+        elif smallest:
+            question = _smallest(chips, several)
+        else:
+            question = _search(chips, devices, {**several, "rank": rank})
+        found = question(_model(model, sequence_length))
+    best = getattr(found, "best", None) or getattr(found, "plan", None)
+    if save is not None and best is not None:
+        from autoshard_ilp.cli import _with_origin
+
+        chip = best.origin.get("hardware", best.hardware)
+        origin = {"model": model, "batch_size": best.batch_size, "sequence_length": sequence_length, "mode": mode}
+        _with_origin(best, {**origin, "hardware": chip}).save(save)
+        say(f"written to {save}")
+    shown = found if hasattr(found, "plot") else getattr(found, "search", None)
+    _keep(found, output, plot, shown)
+    _answer(found, as_json)
+    if getattr(found, "interrupted", False):
+        raise typer.Exit(INTERRUPTED)
+
+
+@reported
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A sweep file (TOML): models, meshes, hardware, budgets, ...")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Results, .parquet or .csv. [default: the file's own]")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; 0: this one. [default: half of the cores]", min=0)
+    ] = None,
+    case_time_limit: Annotated[float | None, typer.Option(help="Seconds per case, then it has failed.")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Plan failed cases again.")] = False,
+    other_versions: Annotated[str, typer.Option(help="Rows of other versions: error, keep or redo.")] = "error",
+    report: Annotated[Path | None, typer.Option("--report", help="Write an HTML report to this file.")] = None,
+    plot: Figure = None,
+    as_json: Json = False,
+) -> None:
+    """Plan every combination of a sweep file; goes on where it stopped when called again."""
+    prepare()
+    from autoshard_ilp.explore.sweep import sweep as run
+
+    _check_outputs(None, plot, report)
+    with contextlib.redirect_stdout(sys.stderr), quiet_native_logs() if workers == 0 else contextlib.nullcontext():
+        found = run(
+            file,
+            output=output,
+            workers=workers,
+            case_time_limit=case_time_limit,
+            retry_failed=retry_failed,
+            other_versions=other_versions,
+        )
+    if found.path is None:
+        say("The sweep file names no output, and no --output was given: results are printed only.")
+    if report is not None:
+        found.report(report)
+        say(f"report written to {report}")
+    _keep(found, None, plot)
+    _answer(found, as_json)
+    if found.interrupted:
+        say(f"interrupted: {len(found)} of {found.total} cases are finished; the same command goes on from there")
+        raise typer.Exit(INTERRUPTED)
+    if found.counts and not any(s in found.counts for s in ("optimal", "feasible")):
+        raise typer.Exit(INFEASIBLE)
+
+
+# -- what they share ---------------------------------------------------------------------------------------------------
+
+
+def _model(text: str, sequence_length: int | None) -> Any:
+    from autoshard_ilp.cli import _factory
+
+    return _factory(text, sequence_length)
+
+
+def _bound(path: Path, model: str | None) -> Any:
+    """A stored plan with its model."""
+    from autoshard_ilp.api import load
+
+    stored = load(path)
+    if model is None and not stored.origin.get("model"):
+        raise PlanFileError(
+            f"This question needs the model that a plan was made for. Received: {path}, which names none. "
+            "Pass --model module:factory or --model hub:PRESET."
+        )
+    length = stored.origin.get("sequence_length")
+    with contextlib.redirect_stdout(sys.stderr):
+        factory = _model(model or str(stored.origin["model"]), length)
+        return stored.bind(factory, sequence_length=length)
+
+
+def _answer(found: Any, as_json: bool) -> None:
+    if as_json:
+        return print_json(found.to_dict())
+    return print_text(found.text(width(), only_ascii=only_ascii()).rstrip())
+
+
+def _check_outputs(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise SweepFileError(
+                f"Results are written to a file in a directory that exists. Received: {path}. Create the directory, or "
+                "name another file."
+            )
+
+
+def _keep(found: Any, output: Path | None, plot: Path | None, drawn: Any = None) -> None:
+    """Writes the table and the figure where they were asked for."""
+    if output is not None:
+        import csv
+
+        rows = found.rows()
+        with open(output, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]) if rows else ["empty"])
+            writer.writeheader()
+            writer.writerows({k: "" if _missing(v) else v for k, v in row.items()} for row in rows)
+        say(f"written to {output}")
+    if plot is not None:
+        drawable = drawn if drawn is not None else found
+        try:
+            figure = drawable.plot()
+        except ImportError as error:
+            raise InputShapeError(str(error)) from error
+        try:
+            figure.savefig(plot)
+        except ValueError as error:
+            raise InputShapeError(f"A figure is drawn into a .png, .svg or .pdf file. Received: {plot}.") from error
+        say(f"drawn into {plot}")
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
+
+
+def _chips(texts: Sequence[str], devices: int | None) -> dict[str, int | None]:
+    """``PROFILE[=DEVICES]`` options."""
+    found: dict[str, int | None] = {}
+    for text in texts:
+        name, equals, count = text.rpartition("=")
+        if equals and not count.isdecimal():
+            raise InputShapeError(f"Hardware is PROFILE or PROFILE=DEVICES. Received: {text!r}.")
+        key = name if equals else text
+        if key in found:
+            raise InputShapeError(f"Hardware is named once. Received: {key!r} twice.")
+        found[key] = int(count) if equals else devices
+    return found
+
+
+def _prices(texts: Sequence[str]) -> dict[str, float] | None:
+    found = {}
+    for text in texts:
+        name, equals, price = text.rpartition("=")
+        try:
+            found[name] = float(price)
+        except ValueError:
+            equals = ""
+        if not equals or not name:
+            raise InputShapeError(f"A price is HARDWARE=PRICE, such as tpu-v5e=1.2. Received: {text!r}.")
+    return found or None
+
+
+def _search(chips: Mapping[str, int | None], devices: int | None, options: Mapping[str, Any]) -> Callable[[Any], Any]:
+    from autoshard_ilp.explore.meshes import _devices_of, search_mesh
+
+    if not chips:
+        return lambda model: search_mesh(model, devices, None, **options)
+    counts = {name: count if count is not None else _devices_of(name) for name, count in chips.items()}
+    return lambda model: search_mesh(model, hardware=counts, **options)
+
+
+def _one(chips: Mapping[str, int | None], option: str) -> str | None:
+    if len(chips) > 1:
+        raise InputShapeError(f"{option} looks at one hardware. Received: {', '.join(chips)}.")
+    return next(iter(chips), None)
+
+
+def _smallest(chips: Mapping[str, int | None], options: Mapping[str, Any]) -> Callable[[Any], Any]:
+    from autoshard_ilp.explore.sizing import smallest_slice
+
+    chip = _one(chips, "--smallest")
+    return lambda model: smallest_slice(model, chip, max_devices=chips.get(chip or ""), **options)
+
+
+def _largest_batch(axes: str, chips: Mapping[str, int | None], options: dict[str, Any]) -> Callable[[Any], Any]:
+    from autoshard_ilp.explore.sizing import largest_batch
+    from autoshard_ilp.mesh import parse_mesh
+
+    chip, spec = _one(chips, "--largest-batch"), parse_mesh(axes)
+    return lambda model: largest_batch(model, spec, hardware=chip, **options)

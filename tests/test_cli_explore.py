@@ -1,0 +1,221 @@
+"""explain, compare, pareto, mesh and sweep on the command line: tables, JSON, files, exit codes, completion."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import explore_models  # noqa: F401  # its folder is on the path under pytest
+from autoshard_ilp import api
+from autoshard_ilp.cli import app
+
+MODEL = "explore_models:mlp"
+HARD = ("--hardware", "tpu-v5e", "--batch-size", "512")
+
+
+def run(*arguments, columns=110, **environment):
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": str(columns), **environment})
+
+
+def answers(*arguments, **options):
+    result = run(*arguments, **options)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fails(code, *arguments):
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plans")
+    for name, more in (("best", ()), ("pinned", ("--pin", "wide/kernel=model,data"))):
+        answers("plan", MODEL, "--mesh", "data=2,model=2", *HARD, *more, "-o", folder / f"{name}.json")
+    return folder
+
+
+# -- explain and compare -----------------------------------------------------------------------------------------------
+
+
+def test_explain(plans):
+    best = api.load(plans / "best.json")
+    text = answers("explain", plans / "best.json", "wide/kernel")
+    assert "wide/kernel (float32 1024x4096) lies as" in text and "The next best layout" in text
+    data = json.loads(answers("explain", plans / "best.json", "wide/kernel", "--json"))
+    assert len(data["alternatives"]) == 9 and data["alternatives"][0]["chosen"]
+    assert data["alternatives"][0]["total_s"] == pytest.approx(best.cost.total_s, rel=1e-9)
+    pinned = json.loads(answers("explain", plans / "pinned.json", "wide/kernel$", "--json"))
+    assert min(a["total_s"] for a in pinned["alternatives"]) == pytest.approx(best.cost.total_s, rel=1e-9)
+
+
+def test_compare(plans):
+    first, second = plans / "best.json", plans / "pinned.json"
+    data = json.loads(answers("compare", first, second, "--json"))
+    assert "wide/kernel" in [t["tensor"] for t in data["tensors"]]
+    totals = data["totals"]["total_s"]
+    assert totals["first"] == api.load(first).cost.total_s < totals["second"] == api.load(second).cost.total_s
+    text = answers("compare", first, second, "--price", columns=60)
+    assert "this alone" in text and max(map(len, text.splitlines())) <= 60
+    assert "Every tensor lies the same way" in answers("compare", first, first)
+
+
+def test_questions_about_files_that_cannot_be_asked(plans, tmp_path):
+    assert "must exist" in fails(2, "explain", tmp_path / "none.json", "wide/kernel")
+    assert "finds none" in fails(2, "explain", plans / "best.json", "no/such/path")
+    assert "damaged" in fails(2, "compare", plans / "best.json", __file__)
+    nameless = json.loads((plans / "best.json").read_text())
+    nameless["origin"].pop("model")
+    (tmp_path / "nameless.json").write_text(json.dumps(nameless))
+    assert "--model" in fails(2, "explain", tmp_path / "nameless.json", "wide/kernel")
+    assert "wide/kernel" in answers("explain", tmp_path / "nameless.json", "wide/kernel", "--model", MODEL)
+    assert "Received" in fails(2, "explain", plans / "best.json", "wide/kernel", "--model", "explore_models:tiny")
+
+
+# -- pareto and mesh ---------------------------------------------------------------------------------------------------
+
+
+def test_pareto(tmp_path):
+    table, figure = tmp_path / "frontier.csv", tmp_path / "frontier.svg"
+    data = json.loads(answers("pareto", MODEL, "--mesh", "data=4", *HARD, "-o", table, "--plot", figure, "--json"))
+    assert data["complete"] and len(data["points"]) >= 2
+    assert len(table.read_text().splitlines()) == len(data["points"]) + 1 and "<svg" in figure.read_text()
+    least = data["minimum_bytes"]
+    text = answers("pareto", MODEL, "--mesh", "data=4", *HARD, "--budget", "1GB", "--budget", least - 1)
+    assert re.search(r"1\.0 GB.*proved", text) and "infeasible" in text
+    assert run("pareto", MODEL, "--mesh", "data=4", *HARD, "--budget", "1kB").exit_code == 1
+
+
+def test_mesh(tmp_path):
+    saved, figure = tmp_path / "best.json", tmp_path / "meshes.png"
+    text = answers("mesh", MODEL, "--devices", 4, *HARD, "--save", saved, "--plot", figure)
+    assert "data=2, model=2" in text and "optimal" in text and figure.stat().st_size > 1000
+    plan = api.load(saved)
+    assert plan.mesh.size == 4 and plan.origin["model"] == MODEL
+    assert "wide/kernel" in answers("explain", saved, "wide/kernel")
+    more = ("--hardware", "h100=2", "--hardware", "tpu-v5e:2x2", "--price", "h100=3", "--price", "tpu-v5e:2x2=1.2")
+    data = json.loads(answers("mesh", MODEL, *more, "--batch-size", 512, "--rank", "price", "--max-axes", 1, "--json"))
+    assert {(c["hardware"], c["devices"]) for c in data["candidates"]} == {("h100", 2), ("tpu-v5e:2x2", 4)}
+    prices = [c["price_per_step"] for c in data["candidates"]]
+    assert prices == sorted(prices)
+
+
+def test_how_small_and_how_large():
+    tight = ("--hardware", "h100", "--memory-budget", "20MB")
+    small = json.loads(answers("mesh", MODEL, "--smallest", *tight, "--batch-size", 512, "--max-axes", 1, "--json"))
+    assert small["proved"] and small["size"] > 1 and small["tried"][-1]["fits"]
+    text = answers("mesh", MODEL, "--largest-batch", "--axes", "data=4", *tight, "--multiple-of", 128)
+    assert "Largest global batch" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("pareto", MODEL, "--mesh", "data", *HARD),
+        ("pareto", MODEL, "--mesh", "data=4", *HARD, "--budget", "16Gb"),
+        ("pareto", MODEL, "--mesh", "data=4", *HARD, "--max-points", "1"),
+        ("pareto", MODEL, "--mesh", "data=4", "--hardware", "abacus"),
+        ("pareto", "explore_models:nothing", "--mesh", "data=4"),
+        ("pareto", MODEL, "--mesh", "data=4", "-o", "/no/such/folder/x.csv"),
+        ("mesh", MODEL, "--hardware", "tpu-v5e"),
+        ("mesh", MODEL, "--hardware", "tpu-v5e=many"),
+        ("mesh", MODEL, "--devices", "4", "--price", "free"),
+        ("mesh", MODEL, "--devices", "4", "--rank", "price"),
+        ("mesh", MODEL, "--smallest", "--largest-batch"),
+        ("mesh", MODEL, "--largest-batch"),
+        ("mesh", MODEL, "--smallest", "--hardware", "h100", "--hardware", "l4"),
+        ("sweep", "/no/such/file.toml"),
+    ],
+    ids=lambda a: " ".join(a[:6]) if isinstance(a, tuple) else a,
+)
+def test_nonsense_exits_with_2(arguments):
+    assert "Received" in fails(2, *arguments)
+
+
+# -- sweep -------------------------------------------------------------------------------------------------------------
+
+
+def test_sweep(tmp_path):
+    file, out, report = tmp_path / "sweep.toml", tmp_path / "results.csv", tmp_path / "report.html"
+    file.write_text(
+        'models = ["explore_models:tiny", "explore_models:failing"]\nmeshes = ["data=2"]\nhardware = ["h100", "l4"]\n'
+        "batch_sizes = [64]\n[run]\nworkers = 0\n"
+    )
+    data = json.loads(answers("sweep", file, "-o", out, "--report", report, "--json"))
+    assert data["counts"] == {"optimal": 2, "failed": 2} and data["finished"] == data["total"] == 4
+    assert len(out.read_text().splitlines()) == 5 and "<svg" in report.read_text()
+    text = answers("sweep", file, "-o", out, columns=60)
+    assert "4 of 4 cases finished" in text and max(map(len, text.splitlines())) <= 60
+    file.write_text(file.read_text().replace("meshes", "mashes"))
+    assert "Did you mean 'meshes'" in fails(2, "sweep", file, "-o", out)
+    file.write_text('models = ["explore_models:failing"]\nmeshes = ["data=2"]\n')
+    assert run("sweep", file, "--workers", 0).exit_code == 1
+
+
+def test_ctrl_c_exits_with_130(tmp_path, monkeypatch):
+    from autoshard_ilp.explore import runcase
+
+    def interrupted(self, case):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runcase.Planner, "__call__", interrupted)
+    file = tmp_path / "sweep.toml"
+    file.write_text('models = ["explore_models:tiny"]\nmeshes = ["data=2"]\noutput = "r.csv"\n')
+    result = run("sweep", file, "--workers", 0)
+    assert result.exit_code == 130 and "goes on from there" in result.stderr
+
+
+# -- the command itself ------------------------------------------------------------------------------------------------
+
+
+def child(*arguments, **environment):
+    """CPU seconds and output of the command in a process of its own."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "autoshard_ilp", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done
+
+
+def test_help_is_immediate_and_complete():
+    seconds, done = min((child("--help") for _ in range(3)), key=lambda x: x[0])
+    for command in ("plan", "explain", "verify", "sweep", "pareto", "mesh", "profiles", "calibrate", "compare"):
+        assert re.search(rf"^\s*[│|]?\s*{command}\b", done.stdout, re.MULTILINE), command
+    assert seconds < 0.3
+    modules = ["jax", "keras", "ortools", "pandas", "numpy", "scipy", "matplotlib", "jsonschema", "pyarrow"]
+    code = f"import sys, autoshard_ilp.cli; print([m for m in {modules} if m in sys.modules])"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert loaded.stdout.strip() == "[]", loaded.stdout + loaded.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete(shell):
+    words = {"COMP_WORDS": "autoshard me", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "autoshard me"}
+    words |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args", "_AUTOSHARD_COMPLETE": f"complete_{shell}"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv[0] = 'autoshard'; from autoshard_ilp.cli import main; main()"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **words},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "mesh" in done.stdout and "pareto" not in done.stdout, done.stdout + done.stderr
