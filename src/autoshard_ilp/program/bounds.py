@@ -172,7 +172,7 @@ class Messages:
         net.constant = self.bound
         for n, table in self.tables.items():
             f = net.factors[n]
-            net.replace(n, Factor(f.scope, f.labels, table.copy(), f.edge, f.held))
+            net.replace(n, Factor(f.scope, f.labels, table.copy(), f.used))
         for v in self.nodes:
             cost = np.full(len(net.cost[v]), np.inf)
             cost[self.alive[v]] = self.theta[v]

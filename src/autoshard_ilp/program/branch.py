@@ -126,8 +126,8 @@ class Tree:
         if pair is not None:
             over, under = pair
             for v in self._by_bytes(dual, over, under):
-                alive, held = net.alive[v], net.bytes[v]
-                own = np.zeros(len(net.cost[v])) if held is None else held
+                alive, held = net.alive[v], net.used[v]
+                own = np.zeros(len(net.cost[v])) if held is None else dual.prices @ held
                 low = own[alive] <= min(own[over[v]], own[under[v]])
                 if own[over[v]] == own[under[v]] or low.all() or not low.any():
                     low = self._like(net, v, int(under[v]))

@@ -14,9 +14,8 @@ from autoshard_ilp.program.branch import Tree
 from autoshard_ilp.program.cpsat import CpOptions, CpResult, solve_rows
 from autoshard_ilp.program.dual import Dual
 from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weighted_usage
-from autoshard_ilp.program.memory import Owners, Row, counted, violated_times
+from autoshard_ilp.program.memory import Owners, Row, violated_times
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
-from autoshard_ilp.program.prices import PricedRows
 from autoshard_ilp.program.search import Search
 
 CELLS = 20_000
@@ -113,7 +112,7 @@ class Constrained:
     def _round(self) -> list[int]:
         """Solve under the present rows. Returns times to add (empty: finished, proved or out of time)."""
         search = self.search
-        net = build_net(self.program, self.keep, *counted(self.program, self.rows))
+        net = build_net(self.program, self.keep, self.rows)
         entry: dict[str, Any] = {"rows": len(self.rows), "before": net.size()}
         self.log.append(entry)
         since = time.monotonic()
@@ -139,7 +138,7 @@ class Constrained:
     def settle(self, net: Net, whole: bool = True) -> list[int]:
         """Everything is decided: the plan left is the best under the rows, if it satisfies them."""
         choices = net.complete(np.zeros(len(net.cost), np.int64))
-        if (PricedRows(net, self.rows, self.capacity).usage(choices) > self.capacity).any():
+        if (net.base > self.capacity).any():
             raise EmptyNodeError("rows")
         if whole:
             self.search.prove(min(net.constant, self.search.upper))

@@ -60,7 +60,7 @@ def core_plan(messages: Messages, plans: list[np.ndarray], deadline: float) -> n
             return None
     for n, table in messages.tables.items():
         f = net.factors[n]
-        net.replace(n, Factor(f.scope, f.labels, table, f.edge, f.held))
+        net.replace(n, Factor(f.scope, f.labels, table, f.used))
     try:
         Presolve(net, max_degree=99, max_cells=CORE_CELLS, deadline=deadline).run()
         if not net.live:

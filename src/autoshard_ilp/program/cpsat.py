@@ -155,35 +155,32 @@ class _Builder:
     def _sum(self, variables: Sequence[Any]) -> Any:
         return self.cp.LinearExpr.sum(list(variables))
 
-    def usage(self, row: Row, unit: int = 1) -> tuple[Any, int]:
+    def usage(self, row: int, unit: int = 1) -> tuple[Any, int]:
         """Linear expression of what a row uses in units of bytes (each term rounded down), and its largest value."""
         variables: list[Any] = []
         weights: list[int] = []
-        constant = largest = 0
-        edge_factor = {f.edge: n for n, f in self.net.factors.items() if f.edge is not None}
-        for v, count in zip(row.nodes.tolist(), row.node_counts.tolist(), strict=True):
-            held = self.net.bytes[v]
+        constant = int(self.net.base[row])
+        largest = constant
+        for v, own in self.x.items():
+            held = self.net.used[v]
             if held is None:
-                constant += count * self.net.fixed_nodes[v]
                 continue
-            largest += count * max((int(held[s]) for s in self.x[v]), default=0)
-            for s, variable in self.x[v].items():
-                if held[s]:
+            largest += max((int(held[row, s]) for s in own), default=0)
+            for s, variable in own.items():
+                if held[row, s]:
                     variables.append(variable)
-                    weights.append(count * int(held[s]) // unit)
-        for e, count in zip(row.edges.tolist(), row.edge_counts.tolist(), strict=True):
-            if e not in edge_factor:
-                constant += count * self.net.fixed_edges[e]
+                    weights.append(int(held[row, s]) // unit)
+        for n, cells in self.y.items():
+            used = self.net.factors[n].used
+            if used is None:
                 continue
-            f = self.net.factors[edge_factor[e]]
-            assert f.held is not None
-            largest += count * max((int(f.held[i]) for i, _ in self.y[edge_factor[e]]), default=0)
-            for index, variable in self.y[edge_factor[e]]:
-                if f.held[index]:
+            largest += max((int(used[(row, *i)]) for i, _ in cells), default=0)
+            for index, variable in cells:
+                if used[(row, *index)]:
                     variables.append(variable)
-                    weights.append(count * int(f.held[index]) // unit)
+                    weights.append(int(used[(row, *index)]) // unit)
         expression = self.cp.LinearExpr.weighted_sum(variables, weights) + constant // unit
-        return expression, (largest + constant) // unit
+        return expression, largest // unit
 
     def choices(self, solver: Any) -> np.ndarray:
         """The strategy of every node in the solver's best assignment."""
@@ -297,7 +294,7 @@ def solve_net(
     Args:
         net: what presolve left (``constant`` included in all results).
         program: the original program (bytes of the owners in ``rows``).
-        rows: memory rows; their owners are in the net with their bytes, or have one strategy.
+        rows: memory rows, the ones the net was built with.
         capacity: bytes per device of each row.
         options: time, seed, workers, gap.
         upper: seconds; only assignments at or below it are of interest.
@@ -318,9 +315,9 @@ def solve_net(
         b.add_factor(number)
         if time.monotonic() > options.deadline:
             return CpResult("unknown", None, b.base, 0.0, 0, 0)
-    for row in rows:
+    for r, row in enumerate(rows):
         assert capacity is not None
-        expression, largest = b.usage(row, unit)
+        expression, largest = b.usage(r, unit)
         if largest >= MAX_INT:
             raise AutoshardError(
                 f"A memory row must stay below 2**60 bytes for the solver. Received: {largest} at time {row.time}. "
@@ -387,8 +384,8 @@ def minimise_peak(
     # Bytes in units, rounded down term by term: what the units prove holds for bytes; plans are measured in bytes.
     unit = max(1, upper // PEAK_UNITS)
     peak = b.model.new_int_var(lower // unit - 1 if unit > 1 else lower, max(lower, upper) // unit, "peak")
-    for row in rows:
-        b.model.add(b.usage(row, unit)[0] <= peak)
+    for r in range(len(rows)):
+        b.model.add(b.usage(r, unit)[0] <= peak)
     b.model.minimize(peak)
     if hint is not None:
         b.add_hint(hint)

@@ -16,8 +16,7 @@ import numpy as np
 
 from autoshard_ilp.program.core import ROUNDS, Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_rows
-from autoshard_ilp.program.memory import counted
-from autoshard_ilp.program.net import EmptyNodeError, Factor, Net, build_net
+from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.prices import PricedRows
 
 if TYPE_CHECKING:
@@ -30,20 +29,6 @@ ROUGH = 0.003  # relative gap of a priced optimum before any plan is known
 POOL = 8  # plans combined
 POOL_CELLS = 60_000  # larger combinations are left alone
 POOL_SECONDS = 2.0
-
-
-def priced_net(net: Net, priced: PricedRows, prices: np.ndarray) -> Net:
-    """A copy of ``net`` with the prices in its costs and no bytes: nothing is frozen in it."""
-    out = net.copy()
-    nodes, factors, offset = priced.charge(prices)
-    out.constant += offset
-    out.bytes = [None] * len(out.bytes)
-    for v, extra in nodes.items():
-        out.set_cost(v, out.cost[v] + extra)
-    for n, f in list(out.factors.items()):
-        if f.edge is not None:
-            out.replace(n, Factor(f.scope, f.labels, f.table + factors.get(n, 0.0)))
-    return out
 
 
 @dataclass(eq=False)
@@ -136,7 +121,7 @@ class Dual:
         descent.rounds = ROUNDS[:3]
         if exact_removal:
             descent.removed = gone.append
-        net = priced_net(self.net, PricedRows(self.net, owner.rows, owner.capacity), prices)
+        net = PricedRows(self.net, owner.capacity).priced(prices)
         try:
             descent.run(net, search.upper if exact_removal else start)
         except EmptyNodeError:
@@ -205,7 +190,7 @@ class Dual:
                 keep[v][s] = True
         deadline = min(search.deadline, time.monotonic() + POOL_SECONDS)
         try:
-            net = build_net(owner.program, keep, *counted(owner.program, owner.rows))
+            net = build_net(owner.program, keep, owner.rows)
             search.presolve(net, 99, 5000)
             if not net.live:
                 return owner.settle(net, whole=False)

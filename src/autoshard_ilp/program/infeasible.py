@@ -19,7 +19,7 @@ import numpy as np
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, minimise_peak
-from autoshard_ilp.program.memory import Owners, Row, counted
+from autoshard_ilp.program.memory import Owners, Row
 from autoshard_ilp.program.model import Lifetimes, Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, build_net
 from autoshard_ilp.program.presolve import Presolve
@@ -211,8 +211,7 @@ class _Minimum:
 
     def _cpsat(self, keep: list[np.ndarray] | None = None, seconds: float = math.inf) -> bool:
         """One exact run under the present rows, over all strategies or those of ``keep``. False: no progress."""
-        nodes, edges = counted(self.program, self.rows)
-        net = build_net(without_costs(self.program), keep, nodes, edges)
+        net = build_net(without_costs(self.program), keep, self.rows)
         deadline = min(self.deadline, time.monotonic() + seconds)
         Presolve(net, deadline=deadline).run()
         if net.live:
@@ -220,8 +219,7 @@ class _Minimum:
             choices, bound = minimise_peak(net, self.program, self.rows, options, self.lower, self.upper, self.best)
         else:
             choices = np.zeros(len(net.cost), np.int64)
-            used = self.program.usage_over_time(net.complete(choices))
-            bound = max(int(used[r.time]) for r in self.rows)  # no row has a cheaper choice left
+            bound = int(net.base.max())  # no row has a cheaper choice left
         before = (self.lower, self.upper, len(self.rows))
         if keep is None:
             self.lower = max(self.lower, min(bound, self.upper))

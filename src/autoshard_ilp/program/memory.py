@@ -91,12 +91,3 @@ def violated_times(program: Program, choices: np.ndarray, limit: int, known: set
     if not fresh:  # float-free arithmetic: a known row is exact, so only other moments of the same run are left
         fresh = [int(t) for t in over[np.argsort(-used[over], kind="stable")] if int(t) not in known]
     return fresh[:most]
-
-
-def counted(program: Program, rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
-    """Which nodes and which edges appear in a row (two bool arrays)."""
-    nodes, edges = np.zeros(len(program.nodes), bool), np.zeros(len(program.edges), bool)
-    for row in rows:
-        nodes[row.nodes] = True
-        edges[row.edges] = True
-    return nodes, edges

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard_ilp.program.memory import Row
 from autoshard_ilp.program.model import Program
 
 
@@ -23,13 +24,12 @@ class EmptyNodeError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A cost table in seconds over the labels of ``scope``; ``edge`` is set while its bytes count in a memory row."""
+    """A cost table in seconds over the labels of ``scope``; ``used`` where its bytes count in a memory row."""
 
     scope: tuple[int, ...]
     labels: tuple[np.ndarray, ...]
     table: np.ndarray
-    edge: int | None = None
-    held: np.ndarray | None = None  # int64 bytes, same shape as table; only with ``edge``
+    used: np.ndarray | None = None  # int64 bytes, (rows, *table.shape), 0 where the table is infinite
 
     def axis(self, v: int) -> int:
         """Axis that belongs to node ``v``."""
@@ -43,10 +43,12 @@ class Record:
     node: int
     cost: np.ndarray
     factors: tuple[Factor, ...]
+    used: np.ndarray | None = None
 
     def best(self, choices: np.ndarray) -> int:
-        """The cheapest strategy given ``choices`` of all neighbours (first of equals)."""
+        """The cheapest strategy given ``choices`` of all neighbours (of equals the one of least bytes, then the first)."""
         total = self.cost.copy()
+        held = np.zeros(len(total), np.int64) if self.used is None else self.used.sum(axis=0)
         for f in self.factors:
             k = f.axis(self.node)
             index = tuple(
@@ -54,18 +56,20 @@ class Record:
                 for w, lab in zip(f.scope, f.labels, strict=True)
             )
             total = total + f.table[index][f.labels[k]]
-        return int(np.argmin(total))
+            if f.used is not None:
+                held = held + f.used[(slice(None), *index)].sum(axis=0)[f.labels[k]]
+        return int(np.argmin(np.where(total == total.min(), held, np.iinfo(np.int64).max)))
 
 
 class Net:
     """Mutable factor graph with undo records. Build with :func:`build_net`; copy with :meth:`copy`."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, rows: int = 0) -> None:
         self.cost: list[np.ndarray] = [np.zeros(0)] * size
         self.alive: list[np.ndarray] = [np.zeros(0, np.int64)] * size
-        self.bytes: list[np.ndarray | None] = [None] * size  # set where a memory row counts them
-        self.fixed_nodes: dict[int, int] = {}  # bytes of counted nodes whose strategies alive all hold the same
-        self.fixed_edges: dict[int, int] = {}
+        self.used: list[np.ndarray | None] = [None] * size  # int64 bytes, (rows, strategies), least alive is 0
+        self.base = np.zeros(rows, np.int64)  # bytes per memory row that no choice changes
+        self.relaxed = False  # bytes of an eliminated node are a lower bound only
         self.factors: dict[int, Factor] = {}
         self.incident: list[dict[int, None]] = [{} for _ in range(size)]  # ordered sets
         self.gone = np.zeros(size, bool)
@@ -76,8 +80,8 @@ class Net:
     def copy(self) -> Net:
         """A copy that shares the (never mutated) arrays."""
         other = Net(len(self.cost))
-        other.cost, other.alive, other.bytes = list(self.cost), list(self.alive), list(self.bytes)
-        other.fixed_nodes, other.fixed_edges = dict(self.fixed_nodes), dict(self.fixed_edges)
+        other.cost, other.alive, other.used = list(self.cost), list(self.alive), list(self.used)
+        other.base, other.relaxed = self.base.copy(), self.relaxed
         other.factors = dict(self.factors)
         other.incident = [dict(i) for i in self.incident]
         other.gone = self.gone.copy()
@@ -134,6 +138,16 @@ class Net:
         if not len(alive):
             raise EmptyNodeError(v)
 
+    def add_used(self, v: int, extra: np.ndarray) -> None:
+        """Add ``extra`` (int64 bytes, rows x strategies alive) to what ``v`` uses; what all strategies use is constant."""
+        alive, own = self.alive[v], self.used[v]
+        out = np.zeros((len(self.base), len(self.cost[v])), np.int64)
+        part = extra if own is None else extra + own[:, alive]
+        low = part.min(axis=1)
+        self.base = self.base + low
+        out[:, alive] = part - low[:, None]
+        self.used[v] = out if out.any() else None
+
     def value(self, choices: np.ndarray) -> float:
         """Cost in seconds of ``choices`` over what is still in the net, ``constant`` included."""
         total = self.constant + sum(float(self.cost[v][choices[v]]) for v in self.live)
@@ -162,40 +176,56 @@ class Net:
 def build_net(
     program: Program,
     keep: Sequence[np.ndarray] | None = None,
-    counted_nodes: np.ndarray | None = None,
-    counted_edges: np.ndarray | None = None,
+    rows: Sequence[Row] = (),
+    cells: Sequence[np.ndarray] | None = None,
 ) -> Net:
     """The net of a program.
 
     Args:
         program: the integer program.
         keep: per node a bool array of the strategies allowed; None: all.
-        counted_nodes: bool per node: its bytes appear in a memory row, so it must not be eliminated.
-        counted_edges: the same for edges.
+        rows: memory rows whose bytes are wanted.
+        cells: per edge a bool array of the cells allowed; None: all.
 
     Raises:
         EmptyNodeError: a node has no finite strategy.
     """
-    net = Net(len(program.nodes))
+    net = Net(len(program.nodes), len(rows))
+    nodes, edges = _used(program, rows)
     for v, node in enumerate(program.nodes):
         cost = np.asarray(node.costs, np.float64).copy()
         if keep is not None:
             cost[~keep[v]] = np.inf
         net.set_cost(v, cost)
-        if counted_nodes is not None and counted_nodes[v] and node.bytes is not None:
-            net.bytes[v] = np.asarray(node.bytes, np.int64)
+        if v in nodes:
+            net.add_used(v, nodes[v][:, net.alive[v]])
     for e, edge in enumerate(program.edges):
-        counted = counted_edges is not None and bool(counted_edges[e]) and edge.bytes is not None
+        table = np.asarray(edge.table, np.float64)
         net.add(
             Factor(
                 (edge.u, edge.v),
                 (np.asarray(edge.u_labels, np.int64), np.asarray(edge.v_labels, np.int64)),
-                np.asarray(edge.table, np.float64),
-                e if counted else None,
-                np.asarray(edge.bytes, np.int64) if counted else None,
+                table if cells is None else np.where(cells[e], table, np.inf),
+                edges.get(e),
             )
         )
     return net
+
+
+def _used(program: Program, rows: Sequence[Row]) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+    """Bytes per row and choice of the nodes and of the edges that count in a row."""
+    found: tuple[dict[int, np.ndarray], dict[int, np.ndarray]] = ({}, {})
+    for r, row in enumerate(rows):
+        for out, things, owners, counts in (
+            (found[0], program.nodes, row.nodes, row.node_counts),
+            (found[1], program.edges, row.edges, row.edge_counts),
+        ):
+            for i, count in zip(owners.tolist(), counts.tolist(), strict=True):
+                held = np.asarray(things[i].bytes, np.int64)
+                if i not in out:
+                    out[i] = np.zeros((len(rows), *held.shape), np.int64)
+                out[i][r] = count * held
+    return found
 
 
 def joint_labels(

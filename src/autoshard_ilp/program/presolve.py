@@ -2,8 +2,8 @@
 
 Per node, in this order: drop strategies without finite partner, merge parallel factors, move row minima into node
 costs (a separable factor vanishes), fold nodes with one strategy, drop dominated strategies, replace nodes that a
-neighbour determines, eliminate nodes of low degree by min-sum. A node whose bytes count in a memory row stays
-unless one strategy is left.
+neighbour determines, eliminate nodes of low degree by min-sum. Bytes that count in a memory row are carried along
+like costs; a node whose cheapest choice is not always that of least bytes stays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard_ilp.program import reduce
-from autoshard_ilp.program.net import Factor, Net
+from autoshard_ilp.program.net import Net
 
 STEPS = ("parallel", "separable", "labels", "single", "dominance", "determined", "eliminate")
 
@@ -34,6 +34,7 @@ class Presolve:
         max_cells: largest table that an elimination may create.
         max_degree: most neighbours of an eliminated node.
         deadline: monotonic time after which it stops (what is done stays valid).
+        relax: eliminate nodes whose cheapest choice is not that of least bytes, too: a relaxation.
     """
 
     net: Net
@@ -41,6 +42,7 @@ class Presolve:
     max_cells: int = 20_000
     max_degree: int = 3
     deadline: float = math.inf
+    relax: bool = False
     counts: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> Net:
@@ -59,7 +61,7 @@ class Presolve:
             if not self.heap:
                 break
             cells, v = heapq.heappop(self.heap)
-            if net.gone[v] or self._frozen(v):
+            if net.gone[v]:
                 continue
             now = self._estimate(v)
             if now is None:
@@ -67,7 +69,11 @@ class Presolve:
             if now > cells:
                 heapq.heappush(self.heap, (now, v))
                 continue
-            self._touch(reduce.eliminate(net, v))
+            touched = reduce.eliminate(net, v, self.relax)
+            if touched is None:
+                self.counts["nodes kept for their bytes"] += 1
+                continue
+            self._touch(touched)
             self.counts["nodes eliminated"] += 1
         return net
 
@@ -75,10 +81,6 @@ class Presolve:
         for w in nodes:
             if not self.net.gone[w]:
                 self.dirty[w] = None
-
-    def _frozen(self, v: int) -> bool:
-        """Bytes of ``v`` or of one of its factors count in a memory row."""
-        return self.net.bytes[v] is not None or any(self.net.factors[f].edge is not None for f in self.net.incident[v])
 
     def _estimate(self, v: int) -> int | None:
         """Cells (an upper estimate) of the table that eliminating ``v`` would create; None when over the limits."""
@@ -102,15 +104,11 @@ class Presolve:
         self._fix_bytes(v)
         if "parallel" in steps:
             self._merge_parallel(v)
-        if (
-            "single" in steps
-            and len(net.alive[v]) == 1
-            and not any(net.factors[f].edge is not None for f in net.incident[v])
-        ):
+        if "single" in steps and len(net.alive[v]) == 1:
             self._touch(reduce.fold_single(net, v))
             self.counts["nodes with one strategy"] += 1
             return
-        if "eliminate" in steps and not self._frozen(v):
+        if "eliminate" in steps:
             cells = self._estimate(v)
             if cells is not None and cells <= CHEAP_CELLS:  # what is eliminated at once needs no comparisons
                 heapq.heappush(self.heap, (cells, v))
@@ -124,8 +122,6 @@ class Presolve:
                 net.set_cost(v, cost)
                 self._touch([v, *net.neighbours(v)])
                 return
-        if self._frozen(v):
-            return
         if "determined" in steps and net.incident[v]:
             number = reduce.determined_by(net, v)
             if number is not None and self._can_substitute(v, number):
@@ -138,23 +134,11 @@ class Presolve:
                 heapq.heappush(self.heap, (cells, v))
 
     def _fix_bytes(self, v: int) -> None:
-        """Bytes that no longer depend on a choice become constants, which sets their owners free."""
-        net = self.net
-        held = net.bytes[v]
-        if held is not None:
-            own = held[net.alive[v]]
-            if (own == own[0]).all():
-                net.fixed_nodes[v] = int(own[0])
-                net.bytes[v] = None
-        for number in net.incident[v]:
-            f = net.factors[number]
-            if f.edge is None or f.held is None:
-                continue
-            cells = f.held[np.isfinite(f.table)]
-            if len(cells) and (cells == cells[0]).all():
-                net.fixed_edges[f.edge] = int(cells[0])
-                net.replace(number, Factor(f.scope, f.labels, f.table))
-                self._touch(list(f.scope))
+        """Bytes that all strategies alive hold become a constant."""
+        own = self.net.used[v]
+        if own is not None:
+            self.net.used[v] = None
+            self.net.add_used(v, own[:, self.net.alive[v]])
 
     def _can_substitute(self, v: int, number: int) -> bool:
         """The determining node must not share a second factor with ``v``."""
@@ -175,7 +159,7 @@ class Presolve:
                     self.counts["strategies without partner"] += 1
                     self._touch([*died, *f.scope])
                     reduce.compress(net, number)
-                if f.edge is None and not net.factors[number].table.any():
+                if net.factors[number].used is None and not net.factors[number].table.any():
                     net.remove(number)
                     self.counts["separable factors"] += 1
                     self._touch(list(f.scope))
@@ -196,8 +180,7 @@ class Presolve:
     def _merge_parallel(self, v: int) -> None:
         groups: dict[frozenset[int], list[int]] = {}
         for number in self.net.incident[v]:
-            if self.net.factors[number].edge is None:
-                groups.setdefault(frozenset(self.net.factors[number].scope), []).append(number)
+            groups.setdefault(frozenset(self.net.factors[number].scope), []).append(number)
         for numbers in groups.values():
             if len(numbers) > 1:
                 reduce.merge_parallel(self.net, numbers)

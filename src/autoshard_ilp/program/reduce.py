@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard_ilp.program.net import Factor, Net, Record, joint_labels
 
+NO_BYTES = 2**55  # stands for "no finite cell" inside a minimum, never in a result
 CHUNK_CELLS = 2_000_000  # memory of one vectorised piece of an elimination
 DOMINANCE_CELLS = 300_000  # skip comparisons that cost more than this; bounds do the work there
 HUGE = 1e300  # inside a difference, never in a result
@@ -29,7 +30,7 @@ def rows_of(table: np.ndarray, axis: int) -> np.ndarray:
 def compress(net: Net, number: int) -> bool:
     """Drop labels that no strategy alive carries. True when something changed."""
     f = net.factors[number]
-    changed, labels, table, held = False, list(f.labels), f.table, f.held
+    changed, labels, table, held = False, list(f.labels), f.table, f.used
     for k, v in enumerate(f.scope):
         used = np.zeros(table.shape[k], bool)
         used[labels[k][net.alive[v]]] = True
@@ -41,9 +42,9 @@ def compress(net: Net, number: int) -> bool:
         fresh[net.alive[v]] = renumber[labels[k][net.alive[v]]]
         labels[k] = fresh
         table = np.compress(used, table, axis=k)
-        held = None if held is None else np.compress(used, held, axis=k)
+        held = None if held is None else np.compress(used, held, axis=k + 1)
     if changed:
-        net.replace(number, Factor(f.scope, tuple(labels), table, f.edge, held))
+        net.replace(number, Factor(f.scope, tuple(labels), table, held))
     return changed
 
 
@@ -69,20 +70,39 @@ def normalise(net: Net, number: int) -> list[int]:
         table = table - shift.reshape(shape)
         table[np.abs(table) <= ROUNDING * np.abs(shift).reshape(shape)] = 0.0
     if table is not f.table:
-        net.replace(number, Factor(f.scope, f.labels, table, f.edge, f.held))
+        net.replace(number, Factor(f.scope, f.labels, table, f.used))
+    if f.used is not None:
+        _normalise_used(net, number)
     return died
+
+
+def _normalise_used(net: Net, number: int) -> None:
+    """Move the least bytes of every row and column of a factor to the nodes; bytes beside infinite costs are 0."""
+    f = net.factors[number]
+    assert f.used is not None
+    finite = np.isfinite(f.table)[None]
+    used = np.where(finite, f.used, NO_BYTES)
+    for k, v in enumerate(f.scope):
+        least = used.min(axis=tuple(i + 1 for i in range(f.table.ndim) if i != k))
+        least[least >= NO_BYTES // 2] = 0  # no finite cell
+        if least.any():
+            net.add_used(v, least[:, f.labels[k][net.alive[v]]])
+            used = used - least.reshape((len(least), *(-1 if i == k else 1 for i in range(f.table.ndim))))
+    used = np.where(finite, used, 0)
+    net.replace(number, Factor(f.scope, f.labels, f.table, used if used.any() else None))
 
 
 def merge_equal_labels(net: Net, number: int) -> bool:
     """Give labels with equal slices one number. True when something changed."""
     f = net.factors[number]
-    if f.edge is not None:
-        return False
-    labels, table, changed = list(f.labels), f.table, False
+    labels, table, used, changed = list(f.labels), f.table, f.used, False
     for k, v in enumerate(f.scope):
-        rows = rows_of(table, k)
+        rows = np.ascontiguousarray(rows_of(table, k)) + 0.0
+        if used is not None:
+            held = np.moveaxis(used, k + 1, 0).reshape(len(rows), -1)
+            rows = np.hstack((rows, np.ascontiguousarray(held).view(np.float64)))
         keys: dict[bytes, int] = {}
-        group = np.array([keys.setdefault(r.tobytes(), len(keys)) for r in np.ascontiguousarray(rows) + 0.0])
+        group = np.array([keys.setdefault(r.tobytes(), len(keys)) for r in rows])
         if len(keys) == len(rows):
             continue
         changed = True
@@ -91,8 +111,9 @@ def merge_equal_labels(net: Net, number: int) -> bool:
         fresh[net.alive[v]] = group[labels[k][net.alive[v]]]
         labels[k] = fresh
         table = np.take(table, first, axis=k)
+        used = None if used is None else np.take(used, first, axis=k + 1)
     if changed:
-        net.replace(number, Factor(f.scope, tuple(labels), table))
+        net.replace(number, Factor(f.scope, tuple(labels), table, used))
     return changed
 
 
@@ -112,10 +133,14 @@ def merge_parallel(net: Net, numbers: Sequence[int]) -> int:
         labels.append(lab)
         maps.append(own)
     total: np.ndarray | float = 0.0
+    used: np.ndarray | None = None
     for i, f in enumerate(factors):
-        table = np.transpose(f.table, [f.axis(v) for v in scope])
-        total = total + table[np.ix_(*(m[i] for m in maps))]
-    return net.add(Factor(scope, tuple(labels), np.asarray(total)))
+        axes, cells = [f.axis(v) for v in scope], np.ix_(*(m[i] for m in maps))
+        total = total + np.transpose(f.table, axes)[cells]
+        if f.used is not None:
+            more = np.transpose(f.used, [0, *(a + 1 for a in axes)])[(slice(None), *cells)]
+            used = more if used is None else used + more
+    return net.add(Factor(scope, tuple(labels), np.asarray(total), used))
 
 
 def fold_single(net: Net, v: int) -> list[int]:
@@ -123,15 +148,22 @@ def fold_single(net: Net, v: int) -> list[int]:
     choice = int(net.alive[v][0])
     touched = net.neighbours(v)
     net.constant += float(net.cost[v][choice])
+    own = net.used[v]
+    if own is not None:
+        net.base = net.base + own[:, choice]
+        net.used[v] = None
     for number in list(net.incident[v]):
         f = net.remove(number)
         k = f.axis(v)
         table = np.take(f.table, int(f.labels[k][choice]), axis=k)
+        used = None if f.used is None else np.take(f.used, int(f.labels[k][choice]), axis=k + 1)
         scope, labels = f.scope[:k] + f.scope[k + 1 :], f.labels[:k] + f.labels[k + 1 :]
         if len(scope) == 1:
+            if used is not None:
+                net.add_used(scope[0], used[:, labels[0][net.alive[scope[0]]]])
             net.add_cost(scope[0], table[labels[0][net.alive[scope[0]]]])
         else:
-            net.add(Factor(scope, labels, table))
+            net.add(Factor(scope, labels, table, used))
     net.gone[v] = True
     net.records.append(Record(v, net.cost[v], ()))
     return touched
@@ -154,8 +186,8 @@ def _worst_difference(rows: np.ndarray) -> np.ndarray:
 def dominated(net: Net, v: int) -> np.ndarray:
     """Strategies of ``v`` that another strategy beats whatever the neighbours choose (Goldstein's criterion).
 
-    ``s`` goes when some ``t`` has cost[s] - cost[t] + sum_f min over neighbours (f[s] - f[t]) >= 0 and, where bytes
-    count, no more bytes. Source: R. F. Goldstein, Biophysical Journal 66 (1994), "Efficient rotamer elimination
+    ``s`` goes when some ``t`` has cost[s] - cost[t] + sum_f min over neighbours (f[s] - f[t]) >= 0 and the same holds
+    for the bytes in every memory row. Source: R. F. Goldstein, Biophysical Journal 66 (1994), "Efficient rotamer elimination
     applied to protein side-chains and related spin glasses".
     """
     alive, cost = net.alive[v], net.cost[v][net.alive[v]]
@@ -164,23 +196,27 @@ def dominated(net: Net, v: int) -> np.ndarray:
         return alive[:0]
     worse = cost[:, None] - cost[None, :]
     noise = ROUNDING * (np.abs(cost)[:, None] + np.abs(cost)[None, :])
+    freed = np.zeros((len(net.base), len(alive), len(alive)))  # bytes per row that s holds above t, at least
+    if net.used[v] is not None:
+        own = net.used[v][:, alive]  # type: ignore[index]
+        freed += own[:, :, None] - own[:, None, :]
     for number in net.incident[v]:
         f = net.factors[number]
         k = f.axis(v)
         difference = _worst_difference(rows_of(f.table, k))
-        if f.held is not None:
-            held = rows_of(f.held, k)
-            difference[(held[:, None, :] < held[None, :, :]).any(axis=2)] = -np.inf
         lab = f.labels[k][alive]
+        if f.used is not None:
+            finite = np.isfinite(f.table)
+            for r, own in enumerate(f.used):
+                more = _worst_difference(rows_of(np.where(finite, own, np.inf), k))[lab[:, None], lab[None, :]]
+                freed[r] += np.where(np.isfinite(more), more, np.where(more > 0, NO_BYTES, -NO_BYTES))
         with np.errstate(invalid="ignore"):
             worse = worse + difference[lab[:, None], lab[None, :]]
         worse[np.isnan(worse)] = -np.inf  # +inf of one factor and -inf of another: not comparable
         if int((worse >= -noise).sum()) <= len(alive):  # only the diagonal: no pair is left
             return alive[:0]
-    held_bytes = net.bytes[v]
-    if held_bytes is not None:
-        own = held_bytes[alive]
-        worse[own[:, None] < own[None, :]] = -np.inf
+    if len(freed):
+        worse[(freed < 0).any(axis=0)] = -np.inf
     beats = worse >= -noise
     np.fill_diagonal(beats, False)
     out, present = [], np.ones(len(alive), bool)
@@ -227,32 +263,90 @@ def min_sum(cost: np.ndarray, tables: Sequence[np.ndarray], shape: tuple[int, ..
     return out
 
 
-def eliminate(net: Net, v: int) -> list[int]:
+def min_sum_used(
+    cost: np.ndarray, tables: Sequence[np.ndarray], used: Sequence[np.ndarray], shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As :func:`min_sum`, with the bytes per row of the cheapest choice (of equals the least) and the least of any.
+
+    Args:
+        used: int64 bytes, each broadcastable to ``(rows, len(cost), *shape)``.
+    """
+    rows = used[0].shape[0]
+    step = max(1, CHUNK_CELLS // max(1, math.prod(shape) * (rows + 1)))
+    out, held = np.full(shape, np.inf), np.full((rows, *shape), NO_BYTES)
+    least = held.copy()
+    lead = (-1,) + (1,) * len(shape)
+    for begin in range(0, len(cost), step):
+        piece = slice(begin, begin + step)
+        part = np.broadcast_to(cost[piece].reshape(lead), (len(cost[piece]), *shape))
+        for t in tables:
+            part = part + t[piece]
+        taken = np.zeros((rows, len(part), *shape), np.int64)
+        for u in used:
+            taken = taken + u[:, piece]
+        finite = np.isfinite(part)
+        np.minimum(least, np.where(finite[None], taken, NO_BYTES).min(axis=1), out=least)
+        low = part.min(axis=0)
+        at = np.where((part == low) & finite, taken.sum(axis=0), np.iinfo(np.int64).max).argmin(axis=0)
+        mine = np.take_along_axis(taken, at[None, None], axis=1)[:, 0]
+        better = (low < out) | ((low == out) & np.isfinite(low) & (mine.sum(axis=0) < held.sum(axis=0)))
+        out = np.where(better, low, out)
+        held = np.where(better[None], mine, held)
+    finite = np.isfinite(out)[None]
+    return out, np.where(finite, held, 0), np.where(finite, least, 0)
+
+
+def eliminate(net: Net, v: int, relax: bool = False) -> list[int] | None:
     """Minimise ``v`` out exactly (bucket elimination over the neighbours' labels). Returns the neighbours.
+
+    Where bytes count, the cheapest choice must also be the one of least bytes in every row, for every choice of the
+    neighbours. If it is not, nothing happens (None); with ``relax``, the bytes become a lower bound instead.
 
     Source: R. Dechter, Artificial Intelligence 113 (1999), "Bucket elimination: a unifying framework for reasoning".
     """
     scope, labels, maps = elimination_scope(net, v)
     shape = tuple(int(lab.max()) + 1 for lab in labels)
-    alive = net.alive[v]
-    tables, factors = [], []
-    for number in list(net.incident[v]):
-        own = maps[number]
-        f = net.remove(number)
+    alive, own = net.alive[v], net.used[v]
+    tables, used, factors = [], [], []
+    if own is not None:
+        used.append(own[:, alive].reshape((len(own), -1) + (1,) * len(shape)))
+    for number in net.incident[v]:
+        at, f = maps[number], net.factors[number]
         factors.append(f)
         inside = [w for w in scope if w in f.scope]
-        table = np.transpose(f.table, [f.axis(v)] + [f.axis(w) for w in inside])
-        table = table[np.ix_(f.labels[f.axis(v)][alive], *(own[w] for w in inside))]
-        tables.append(table.reshape([len(alive)] + [shape[i] if w in f.scope else 1 for i, w in enumerate(scope)]))
-    out = min_sum(net.cost[v][alive], tables, shape)
+        axes = [f.axis(v)] + [f.axis(w) for w in inside]
+        cells = np.ix_(f.labels[f.axis(v)][alive], *(at[w] for w in inside))
+        wide = [len(alive)] + [shape[i] if w in f.scope else 1 for i, w in enumerate(scope)]
+        tables.append(np.transpose(f.table, axes)[cells].reshape(wide))
+        if f.used is not None:
+            held = np.transpose(f.used, [0, *(a + 1 for a in axes)])[(slice(None), *cells)]
+            used.append(held.reshape([len(held), *wide]))
+    bytes_left: np.ndarray | None = None
+    if used:
+        out, chosen, least = min_sum_used(net.cost[v][alive], tables, used, shape)
+        if not np.array_equal(chosen, least):
+            if not relax:
+                return None
+            net.relaxed = True
+        bytes_left = least if least.any() else None
+    else:
+        out = min_sum(net.cost[v][alive], tables, shape)
+    for number in list(net.incident[v]):
+        net.remove(number)
     net.gone[v] = True
-    net.records.append(Record(v, net.cost[v], tuple(factors)))
+    net.records.append(Record(v, net.cost[v], tuple(factors), own))
+    net.used[v] = None
     if not scope:
         net.constant += float(out)
+        if bytes_left is not None:
+            net.base = net.base + bytes_left.reshape(-1)
     elif len(scope) == 1:
-        net.add_cost(scope[0], out[labels[0][net.alive[scope[0]]]])
+        at_w = labels[0][net.alive[scope[0]]]
+        if bytes_left is not None:
+            net.add_used(scope[0], bytes_left[:, at_w])
+        net.add_cost(scope[0], out[at_w])
     else:
-        net.add(Factor(tuple(scope), tuple(labels), out))
+        net.add(Factor(tuple(scope), tuple(labels), out, bytes_left))
     return scope
 
 
@@ -260,7 +354,7 @@ def determined_by(net: Net, v: int) -> int | None:
     """A factor in which the other node's label leaves at most one strategy of ``v``; None when there is none."""
     for number in net.incident[v]:
         f = net.factors[number]
-        if len(f.scope) != 2 or f.edge is not None:
+        if len(f.scope) != 2:
             continue
         k = f.axis(v)
         table = rows_of(f.table, k)
@@ -294,8 +388,13 @@ def substitute(net: Net, v: int, number: int) -> list[int]:
         fresh[net.alive[w]] = g.labels[j][strategy_of[at_w]]
         scope, labels = list(g.scope), list(g.labels)
         scope[j], labels[j] = w, fresh
-        net.add(Factor(tuple(scope), tuple(labels), g.table, g.edge, g.held))
+        net.add(Factor(tuple(scope), tuple(labels), g.table, g.used))
+    if f.used is not None:
+        net.add_used(w, np.moveaxis(f.used, k + 1, 1)[:, label_of, np.arange(table.shape[1])][:, at_w])
+    own = net.used[v]
+    if own is not None:
+        net.add_used(w, own[:, strategy_of[at_w]])
     net.gone[v] = True
-    net.records.append(Record(v, net.cost[v], factors))
+    net.records.append(Record(v, net.cost[v], factors, own))
     net.add_cost(w, cost[at_w])
     return touched
