@@ -90,16 +90,21 @@ class Messages:
         if len(self.flat.label) and self.flat.label.min() < 0:
             raise AssertionError("every strategy alive has a label")
 
-    def reprice(self, nodes: dict[int, np.ndarray], factors: dict[int, np.ndarray], offset: float) -> None:
-        """Add to the costs of nodes (all strategies) and factors, and ``offset`` to the bound; keeps all minima at 0.
+    def reprice(
+        self, nodes: dict[int, np.ndarray], factors: dict[int, np.ndarray], offset: float, tidy: bool = True
+    ) -> None:
+        """Add to the costs of nodes (all strategies) and factors, and ``offset`` to the bound.
 
-        Removing below an upper bound needs every table and node at or above 0, so minima move to the bound at once.
+        Removing below an upper bound needs every table and node at or above 0, so minima move to the bound at once;
+        not so with ``tidy=False``, after which only :meth:`apply` makes sense.
         """
         self.bound += offset
         for v, vector in nodes.items():
             self.theta[v] += vector[self.alive[v]]
         for n, table in factors.items():
             self.tables[n] += table
+        if not tidy:
+            return
         for costs in (self.theta, self.tables):
             for key, values in costs.items():
                 low = float(values.min())

@@ -120,6 +120,7 @@ class Room:
     def _too_large(self) -> list[int]:
         """Drop choices above the room of their owner; the edges concerned."""
         program, spans = self.program, self.spans
+        assert program.capacity is not None
         nodes = len(program.nodes)
         least = np.zeros(nodes + len(program.edges), np.int64)
         largest = least.copy()

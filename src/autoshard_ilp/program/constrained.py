@@ -11,6 +11,7 @@ import numpy as np
 
 from autoshard_ilp.program import reduce
 from autoshard_ilp.program.branch import Tree
+from autoshard_ilp.program.capacity import Room
 from autoshard_ilp.program.cpsat import CpOptions, CpResult, solve_rows
 from autoshard_ilp.program.dual import Dual
 from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weighted_usage
@@ -20,11 +21,6 @@ from autoshard_ilp.program.search import Search
 
 CELLS = 20_000
 SMALL = 3000
-
-
-def small(net: Net) -> bool:
-    """Few enough variables for CP-SAT to finish quickly."""
-    return sum(f.table.size for f in net.factors.values()) + sum(len(net.alive[v]) for v in net.live) < SMALL
 
 
 class Constrained:
@@ -42,9 +38,15 @@ class Constrained:
         self.rows: list[Row] = []
         self.prices: dict[int, float] = {}  # by time
         self.keep = [np.isfinite(np.asarray(n.costs, np.float64)) for n in self.program.nodes]
+        self.room = Room(self.program, self.keep)
         self.seen = [relaxed]
         self.log: list[dict[str, Any]] = []
         search.report["memory"] = self.log
+
+    @staticmethod
+    def small(net: Net) -> bool:
+        """Few enough variables for CP-SAT to finish quickly."""
+        return sum(f.table.size for f in net.factors.values()) + sum(len(net.alive[v]) for v in net.live) < SMALL
 
     def remember(self, choices: np.ndarray) -> None:
         """Keep a plan for cuts and combinations."""
@@ -59,6 +61,12 @@ class Constrained:
 
     def run(self) -> bool:
         """True when proved infeasible."""
+        try:
+            self.search.report["room"] = self.room.run()
+        except EmptyNodeError:
+            if self.search.best is not None:
+                raise AssertionError("a plan that fits has room") from None
+            return True
         fresh = violated_times(self.program, self.seen[0], self.capacity, set())
         if fresh and self.search.best is None:
             # What the worst moment needs at least, costs aside: often proves at once that nothing fits.
@@ -112,11 +120,11 @@ class Constrained:
     def _round(self) -> list[int]:
         """Solve under the present rows. Returns times to add (empty: finished, proved or out of time)."""
         search = self.search
-        net = build_net(self.program, self.keep, self.rows)
+        net = build_net(self.program, self.keep, self.rows, self.room.cells)
         entry: dict[str, Any] = {"rows": len(self.rows), "before": net.size()}
         self.log.append(entry)
         since = time.monotonic()
-        presolve = search.presolve(net, 99, CELLS)
+        presolve = search.presolve(net, 3, CELLS, self.capacity)
         entry.update(removed=dict(presolve.counts), after=net.size(), presolve_seconds=time.monotonic() - since)
         if not net.live:
             return self.settle(net)
@@ -126,12 +134,12 @@ class Constrained:
         dual = Dual(self, net, np.array([self.prices.get(r.time, 0.0) for r in self.rows]))
         fresh = dual.run()
         self.prices = {r.time: float(p) for r, p in zip(self.rows, dual.prices, strict=True)}
-        entry.update(dual_seconds=time.monotonic() - since, dual_bound=dual.bound, upper=search.upper)
+        entry.update(dual_seconds=time.monotonic() - since, dual_bound=dual.bound, upper=search.upper, rounds=dual.log)
         if fresh or self.stop():
             return fresh
         if not dual.net.live:
             return self.settle(dual.net)
-        if small(dual.net):
+        if self.small(dual.net):
             return self.cpsat(dual.net)
         return Tree(self, dual.net, dual.prices).run()
 

@@ -46,7 +46,7 @@ class Record:
     used: np.ndarray | None = None
 
     def best(self, choices: np.ndarray) -> int:
-        """The cheapest strategy given ``choices`` of all neighbours (of equals the one of least bytes, then the first)."""
+        """The cheapest strategy given ``choices`` of all neighbours (of equals that of least bytes, then the first)."""
         total = self.cost.copy()
         held = np.zeros(len(total), np.int64) if self.used is None else self.used.sum(axis=0)
         for f in self.factors:
@@ -69,7 +69,6 @@ class Net:
         self.alive: list[np.ndarray] = [np.zeros(0, np.int64)] * size
         self.used: list[np.ndarray | None] = [None] * size  # int64 bytes, (rows, strategies), least alive is 0
         self.base = np.zeros(rows, np.int64)  # bytes per memory row that no choice changes
-        self.relaxed = False  # bytes of an eliminated node are a lower bound only
         self.factors: dict[int, Factor] = {}
         self.incident: list[dict[int, None]] = [{} for _ in range(size)]  # ordered sets
         self.gone = np.zeros(size, bool)
@@ -81,7 +80,7 @@ class Net:
         """A copy that shares the (never mutated) arrays."""
         other = Net(len(self.cost))
         other.cost, other.alive, other.used = list(self.cost), list(self.alive), list(self.used)
-        other.base, other.relaxed = self.base.copy(), self.relaxed
+        other.base = self.base.copy()
         other.factors = dict(self.factors)
         other.incident = [dict(i) for i in self.incident]
         other.gone = self.gone.copy()
@@ -139,7 +138,7 @@ class Net:
             raise EmptyNodeError(v)
 
     def add_used(self, v: int, extra: np.ndarray) -> None:
-        """Add ``extra`` (int64 bytes, rows x strategies alive) to what ``v`` uses; what all strategies use is constant."""
+        """Add ``extra`` (int64 bytes, rows x strategies alive) to what ``v`` uses; what all use is constant."""
         alive, own = self.alive[v], self.used[v]
         out = np.zeros((len(self.base), len(self.cost[v])), np.int64)
         part = extra if own is None else extra + own[:, alive]

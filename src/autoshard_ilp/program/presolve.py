@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard_ilp.program import reduce
-from autoshard_ilp.program.net import Net
+from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
 
 STEPS = ("parallel", "separable", "labels", "single", "dominance", "determined", "eliminate")
 
@@ -34,7 +34,7 @@ class Presolve:
         max_cells: largest table that an elimination may create.
         max_degree: most neighbours of an eliminated node.
         deadline: monotonic time after which it stops (what is done stays valid).
-        relax: eliminate nodes whose cheapest choice is not that of least bytes, too: a relaxation.
+        capacity: bytes allowed in every row of the net; None: no limit.
     """
 
     net: Net
@@ -42,7 +42,7 @@ class Presolve:
     max_cells: int = 20_000
     max_degree: int = 3
     deadline: float = math.inf
-    relax: bool = False
+    capacity: int | None = None
     counts: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> Net:
@@ -59,6 +59,8 @@ class Presolve:
                     self._visit(v)
                 continue
             if not self.heap:
+                if self._fit():
+                    continue
                 break
             cells, v = heapq.heappop(self.heap)
             if net.gone[v]:
@@ -69,7 +71,7 @@ class Presolve:
             if now > cells:
                 heapq.heappush(self.heap, (now, v))
                 continue
-            touched = reduce.eliminate(net, v, self.relax)
+            touched = reduce.eliminate(net, v)
             if touched is None:
                 self.counts["nodes kept for their bytes"] += 1
                 continue
@@ -139,6 +141,31 @@ class Presolve:
         if own is not None:
             self.net.used[v] = None
             self.net.add_used(v, own[:, self.net.alive[v]])
+
+    def _fit(self) -> bool:
+        """Drop strategies and cells that alone exceed what the rows have left; True when something went."""
+        net = self.net
+        if self.capacity is None or not len(net.base):
+            return False
+        room = self.capacity - net.base
+        if (room < 0).any():
+            raise EmptyNodeError("capacity")
+        for v in net.live:
+            own = net.used[v]
+            if own is not None:
+                over = (own > room[:, None]).any(axis=0) & np.isfinite(net.cost[v])
+                if over.any():
+                    self.counts["strategies that cannot fit"] += int(over.sum())
+                    net.set_cost(v, np.where(over, np.inf, net.cost[v]))
+                    self._touch([v, *net.neighbours(v)])
+        for number, f in list(net.factors.items()):
+            if f.used is not None:
+                over = (f.used > room.reshape((-1,) + (1,) * f.table.ndim)).any(axis=0) & np.isfinite(f.table)
+                if over.any():
+                    self.counts["cells that cannot fit"] += int(over.sum())
+                    net.replace(number, Factor(f.scope, f.labels, np.where(over, np.inf, f.table), f.used))
+                    self._touch(list(f.scope))
+        return bool(self.dirty)
 
     def _can_substitute(self, v: int, number: int) -> bool:
         """The determining node must not share a second factor with ``v``."""

@@ -34,7 +34,7 @@ class PricedRows:
         for f in net.factors.values():
             if f.used is not None:
                 at = tuple(int(lab[choices[v]]) for v, lab in zip(f.scope, f.labels, strict=True))
-                total += f.used[(slice(None), *at)]
+                total += np.array([own[at] for own in f.used])
         return total
 
     def charge(self, prices: np.ndarray) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray], float]:

@@ -138,7 +138,7 @@ def merge_parallel(net: Net, numbers: Sequence[int]) -> int:
         axes, cells = [f.axis(v) for v in scope], np.ix_(*(m[i] for m in maps))
         total = total + np.transpose(f.table, axes)[cells]
         if f.used is not None:
-            more = np.transpose(f.used, [0, *(a + 1 for a in axes)])[(slice(None), *cells)]
+            more = np.array([np.transpose(own, axes)[cells] for own in f.used])
             used = more if used is None else used + more
     return net.add(Factor(scope, tuple(labels), np.asarray(total), used))
 
@@ -187,8 +187,10 @@ def dominated(net: Net, v: int) -> np.ndarray:
     """Strategies of ``v`` that another strategy beats whatever the neighbours choose (Goldstein's criterion).
 
     ``s`` goes when some ``t`` has cost[s] - cost[t] + sum_f min over neighbours (f[s] - f[t]) >= 0 and the same holds
-    for the bytes in every memory row. Source: R. F. Goldstein, Biophysical Journal 66 (1994), "Efficient rotamer elimination
-    applied to protein side-chains and related spin glasses".
+    for the bytes in every memory row.
+
+    Source: R. F. Goldstein, Biophysical Journal 66 (1994), "Efficient rotamer elimination applied to protein
+    side-chains and related spin glasses".
     """
     alive, cost = net.alive[v], net.cost[v][net.alive[v]]
     work = sum(net.factors[n].table.size * net.factors[n].table.shape[net.factors[n].axis(v)] for n in net.incident[v])
@@ -296,11 +298,11 @@ def min_sum_used(
     return out, np.where(finite, held, 0), np.where(finite, least, 0)
 
 
-def eliminate(net: Net, v: int, relax: bool = False) -> list[int] | None:
+def eliminate(net: Net, v: int) -> list[int] | None:
     """Minimise ``v`` out exactly (bucket elimination over the neighbours' labels). Returns the neighbours.
 
     Where bytes count, the cheapest choice must also be the one of least bytes in every row, for every choice of the
-    neighbours. If it is not, nothing happens (None); with ``relax``, the bytes become a lower bound instead.
+    neighbours. If it is not, nothing happens, and the answer is None.
 
     Source: R. Dechter, Artificial Intelligence 113 (1999), "Bucket elimination: a unifying framework for reasoning".
     """
@@ -319,16 +321,14 @@ def eliminate(net: Net, v: int, relax: bool = False) -> list[int] | None:
         wide = [len(alive)] + [shape[i] if w in f.scope else 1 for i, w in enumerate(scope)]
         tables.append(np.transpose(f.table, axes)[cells].reshape(wide))
         if f.used is not None:
-            held = np.transpose(f.used, [0, *(a + 1 for a in axes)])[(slice(None), *cells)]
+            held = np.array([np.transpose(own, axes)[cells] for own in f.used])
             used.append(held.reshape([len(held), *wide]))
     bytes_left: np.ndarray | None = None
     if used:
         out, chosen, least = min_sum_used(net.cost[v][alive], tables, used, shape)
         if not np.array_equal(chosen, least):
-            if not relax:
-                return None
-            net.relaxed = True
-        bytes_left = least if least.any() else None
+            return None
+        bytes_left = chosen if chosen.any() else None
     else:
         out = min_sum(net.cost[v][alive], tables, shape)
     for number in list(net.incident[v]):
@@ -394,6 +394,7 @@ def substitute(net: Net, v: int, number: int) -> list[int]:
     own = net.used[v]
     if own is not None:
         net.add_used(w, own[:, strategy_of[at_w]])
+    net.used[v] = None
     net.gone[v] = True
     net.records.append(Record(v, net.cost[v], factors, own))
     net.add_cost(w, cost[at_w])

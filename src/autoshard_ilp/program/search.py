@@ -71,14 +71,14 @@ class Search:
         stages = self.report.setdefault("seconds", {})
         stages[stage] = stages.get(stage, 0.0) + seconds
 
-    def presolve(self, net: Net, max_degree: int, max_cells: int) -> Presolve:
+    def presolve(self, net: Net, max_degree: int, max_cells: int, capacity: int | None = None) -> Presolve:
         """Shrink ``net`` in place within the time left; the time counts as presolve in the report.
 
         Raises:
-            EmptyNodeError: no finite assignment exists.
+            EmptyNodeError: no finite assignment exists, or none within ``capacity`` bytes in the net's rows.
         """
         since = time.monotonic()
-        presolve = Presolve(net, max_degree=max_degree, max_cells=max_cells, deadline=self.deadline)
+        presolve = Presolve(net, max_degree=max_degree, max_cells=max_cells, deadline=self.deadline, capacity=capacity)
         try:
             presolve.run()
         finally:
