@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from autoshard_ilp.program.constrained import Constrained
 
 STEPS = 3
-ROUNDS = ((99, 20_000), (99, 100_000))
+CELLS = 5_000
+SHRINK = 0.75  # presolve again when this part of the strategies is left
 
 
 @dataclass(frozen=True, order=True)
@@ -73,12 +74,19 @@ class Tree:
     def _node(self, branch: Branch) -> tuple[list[int], Branch | None]:
         """Bound one branch and split it. Returns times to add, and the child to look at next."""
         net, size = branch.net, branch.size
+        now = sum(len(net.alive[v]) for v in net.live)
+        if now < SHRINK * size:
+            self.search.presolve(net, 99, CELLS, self.owner.capacity)
+            now = sum(len(net.alive[v]) for v in net.live)
+            size = now
+        if not net.live:
+            return self.owner.settle(net, whole=False), None
         if self.owner.small(net):
             fresh, closed = self.owner.cpsat_part(net)
             if not closed:
                 heapq.heappush(self.open, branch)
             return fresh, None
-        dual = Dual(self.owner, net, branch.prices, whole=False, rounds=ROUNDS, steps=STEPS)
+        dual = Dual(self.owner, net, branch.prices, whole=False, steps=STEPS)
         fresh = dual.run()
         net, bound = dual.net, max(branch.bound, dual.bound)
         if fresh or self.owner.stop():
@@ -88,8 +96,6 @@ class Tree:
             return [], None
         if not net.live:
             return self.owner.settle(net, whole=False), None
-        if self.owner.small(net):
-            return [], Branch(bound, self._number(), net, dual.prices, size)
         v, left = self._split(dual)
         children = []
         for side in (left, ~left):

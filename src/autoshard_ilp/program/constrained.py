@@ -134,7 +134,7 @@ class Constrained:
         dual = Dual(self, net, np.array([self.prices.get(r.time, 0.0) for r in self.rows]))
         fresh = dual.run()
         self.prices = {r.time: float(p) for r, p in zip(self.rows, dual.prices, strict=True)}
-        entry.update(dual_seconds=time.monotonic() - since, dual_bound=dual.bound, upper=search.upper, rounds=dual.log)
+        entry.update(dual_seconds=time.monotonic() - since, dual_bound=dual.bound, upper=search.upper)
         if fresh or self.stop():
             return fresh
         if not dual.net.live:
