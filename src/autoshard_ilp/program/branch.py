@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoshard_ilp.program.dual import Dual
-from autoshard_ilp.program.memory import held_by_edge, held_by_node
-from autoshard_ilp.program.net import EmptyNodeError, Net
+from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
 from autoshard_ilp.program.search import PROOF
 
 if TYPE_CHECKING:
@@ -96,13 +95,8 @@ class Tree:
             return [], None
         if not net.live:
             return self.owner.settle(net, whole=False), None
-        v, left = self._split(dual)
         children = []
-        for side in (left, ~left):
-            child = net.copy()
-            cost = child.cost[v].copy()
-            cost[child.alive[v][~side]] = np.inf
-            child.set_cost(v, cost)
+        for child in split(dual):
             children.append(Branch(bound, self._number(), child, dual.prices, size))
         heapq.heappush(self.open, children[1])
         return [], children[0]
@@ -118,45 +112,75 @@ class Tree:
         self.count += 1
         return self.count
 
-    def _split(self, dual: Dual) -> tuple[int, np.ndarray]:
-        """A node and a bool mask over its strategies alive (neither empty nor full): the part that holds less."""
-        net, pair = dual.net, dual.disagreement()
-        if pair is not None:
-            over, under = pair
-            for v in self._by_bytes(dual, over, under):
-                alive, held = net.alive[v], net.used[v]
-                own = np.zeros(len(net.cost[v])) if held is None else dual.prices @ held
-                low = own[alive] <= min(own[over[v]], own[under[v]])
-                if own[over[v]] == own[under[v]] or low.all() or not low.any():
-                    low = self._like(net, v, int(under[v]))
-                if low.any() and not low.all():
-                    return v, low
-        v = max(net.live, key=lambda w: (len(net.alive[w]), -w))
-        cost = net.cost[v][net.alive[v]]
-        half = np.zeros(len(cost), bool)
-        half[np.argsort(cost, kind="stable")[: max(1, len(cost) // 2)]] = True
-        return v, half
 
-    def _by_bytes(self, dual: Dual, over: np.ndarray, under: np.ndarray) -> list[int]:
-        """Open nodes on which two plans differ, those that move most priced bytes first."""
-        program, weight = self.owner.program, dict[int, float]()
-        floor = max(float(dual.prices.max(initial=0.0)), 1e-30) * 1e-3
-        for price, row in zip(dual.prices, self.owner.rows, strict=True):
-            each = float(price) + floor
-            for v, count in zip(row.nodes.tolist(), row.node_counts.tolist(), strict=True):
-                moved = abs(held_by_node(program, v, over) - held_by_node(program, v, under))
-                weight[v] = weight.get(v, 0.0) + each * count * moved
-            for e, count in zip(row.edges.tolist(), row.edge_counts.tolist(), strict=True):
-                moved = abs(held_by_edge(program, e, over) - held_by_edge(program, e, under))
-                for v in (program.edges[e].u, program.edges[e].v):
-                    weight[v] = weight.get(v, 0.0) + 0.5 * each * count * moved
-        found = [v for v in dual.net.live if over[v] != under[v]]
-        return sorted(found, key=lambda v: (-weight.get(v, 0.0), v))
+def split(dual: Dual) -> tuple[Net, Net]:
+    """Two parts of a net, neither empty, that cover all its assignments.
 
-    def _like(self, net: Net, v: int, choice: int) -> np.ndarray:
-        """Which strategies alive agree with ``choice`` on the labels of most factors."""
-        same = np.zeros(len(net.alive[v]))
-        for n in net.incident[v]:
-            lab = net.factors[n].labels[net.factors[n].axis(v)]
-            same += lab[net.alive[v]] == lab[choice]
-        return same == same.max()
+    The cut goes through the owner of bytes about which the two plans of the dual disagree most: choices that hold no
+    more than the one, choices that hold more. Where they disagree about no bytes, through a node's strategies.
+    """
+    net, pair = dual.net, dual.disagreement()
+    if pair is not None:
+        found = _heaviest(dual, *pair)
+        if found is not None:
+            return found
+        for v in sorted((v for v in net.live if pair[0][v] != pair[1][v]), key=lambda v: (-len(net.alive[v]), v)):
+            like = _like(net, v, int(pair[1][v]))
+            if like.any() and not like.all():
+                return _keep(net, v, like), _keep(net, v, ~like)
+    v = max(net.live, key=lambda w: (len(net.alive[w]), -w))
+    cost = net.cost[v][net.alive[v]]
+    half = np.zeros(len(cost), bool)
+    half[np.argsort(cost, kind="stable")[: max(1, len(cost) // 2)]] = True
+    return _keep(net, v, half), _keep(net, v, ~half)
+
+
+def _heaviest(dual: Dual, over: np.ndarray, under: np.ndarray) -> tuple[Net, Net] | None:
+    """The parts below and above the bytes of the owner that two plans move most, at the dual's prices."""
+    net = dual.net
+    weight = dual.prices + max(float(dual.prices.max(initial=0.0)), 1e-30) * 1e-3
+    best, parts = 0.0, None
+    for v in net.live:
+        own = net.used[v]
+        if own is not None and np.isfinite(net.cost[v][[over[v], under[v]]]).all():
+            held = weight @ own
+            moved = abs(float(held[over[v]] - held[under[v]]))
+            if moved > best:
+                best, parts = moved, (v, -1, held[net.alive[v]] <= min(held[over[v]], held[under[v]]))
+    for number, f in net.factors.items():
+        if f.used is None or any(
+            lab[x[w]] < 0 for w, lab in zip(f.scope, f.labels, strict=True) for x in (over, under)
+        ):
+            continue
+        held = np.tensordot(weight, f.used, axes=1)
+        ends = [held[tuple(int(lab[x[w]]) for w, lab in zip(f.scope, f.labels, strict=True))] for x in (over, under)]
+        if abs(ends[0] - ends[1]) > best:
+            best, parts = abs(ends[0] - ends[1]), (-1, number, held <= min(ends))
+    if parts is None:
+        return None
+    v, number, low = parts
+    if v >= 0:
+        return _keep(net, v, low), _keep(net, v, ~low)
+    below, above = net.copy(), net.copy()
+    f = net.factors[number]
+    for part, mask in ((below, low), (above, ~low)):
+        part.replace(number, Factor(f.scope, f.labels, np.where(mask, f.table, np.inf), f.used))
+    return below, above
+
+
+def _keep(net: Net, v: int, mask: np.ndarray) -> Net:
+    """A copy in which ``v`` has only those of its strategies alive (bool)."""
+    part = net.copy()
+    cost = part.cost[v].copy()
+    cost[part.alive[v][~mask]] = np.inf
+    part.set_cost(v, cost)
+    return part
+
+
+def _like(net: Net, v: int, choice: int) -> np.ndarray:
+    """Which strategies alive agree with ``choice`` on the labels of most factors."""
+    same = np.zeros(len(net.alive[v]))
+    for n in net.incident[v]:
+        lab = net.factors[n].labels[net.factors[n].axis(v)]
+        same += lab[net.alive[v]] == lab[choice]
+    return same == same.max()

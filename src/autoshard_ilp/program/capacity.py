@@ -98,6 +98,13 @@ class Room:
             "cells that cannot fit": cells - sum(int(c.sum()) for c in self.cells),
         }
 
+    def allows(self, choices: np.ndarray) -> bool:
+        """Whether a plan uses nothing that was removed (in ``keep`` since, too)."""
+        if not all(k[s] for k, s in zip(self.keep, choices.tolist(), strict=True)):
+            return False
+        edges = zip(self.cells, self.program.edges, strict=True)
+        return all(bool(c[e.u_labels[choices[e.u]], e.v_labels[choices[e.v]]]) for c, e in edges)
+
     def _partners(self, edges: Sequence[int]) -> None:
         """Drop strategies without a finite cell on one of ``edges``, and what follows from that."""
         queue = dict.fromkeys(edges)

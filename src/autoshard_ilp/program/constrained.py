@@ -39,7 +39,8 @@ class Constrained:
         self.prices: dict[int, float] = {}  # by time
         self.keep = [np.isfinite(np.asarray(n.costs, np.float64)) for n in self.program.nodes]
         self.room = Room(self.program, self.keep)
-        self.seen = [relaxed]
+        self.relaxed = relaxed
+        self.seen: list[np.ndarray] = []
         self.log: list[dict[str, Any]] = []
         search.report["memory"] = self.log
 
@@ -49,8 +50,8 @@ class Constrained:
         return sum(f.table.size for f in net.factors.values()) + sum(len(net.alive[v]) for v in net.live) < SMALL
 
     def remember(self, choices: np.ndarray) -> None:
-        """Keep a plan for cuts and combinations."""
-        if not any(np.array_equal(choices, x) for x in self.seen):
+        """Keep a plan for cuts and combinations, unless one of its choices alone can never fit."""
+        if self.room.allows(choices) and not any(np.array_equal(choices, x) for x in self.seen):
             self.seen.append(choices)
 
     def drop(self, ruled_out: dict[int, np.ndarray]) -> None:
@@ -67,7 +68,7 @@ class Constrained:
             if self.search.best is not None:
                 raise AssertionError("a plan that fits has room") from None
             return True
-        fresh = violated_times(self.program, self.seen[0], self.capacity, set())
+        fresh = violated_times(self.program, self.relaxed, self.capacity, set())
         if fresh and self.search.best is None:
             # What the worst moment needs at least, costs aside: often proves at once that nothing fits.
             weights = np.zeros(int(np.max(self.program.lifetimes.end)))
@@ -191,9 +192,10 @@ class Constrained:
         if result.status == "infeasible":
             raise EmptyNodeError("rows")
         if result.choices is not None:
-            self.seen.append(net.complete(result.choices))
+            plan = net.complete(result.choices)
+            self.remember(plan)
+            if result.interrupted:
+                self.offer(plan)
         if result.interrupted:
-            if result.choices is not None:
-                self.offer(self.seen[-1])
             raise KeyboardInterrupt
         return result

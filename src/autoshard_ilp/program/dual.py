@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoshard_ilp.program.core import ROUNDS, Descent
+from autoshard_ilp.program import reduce
+from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_rows
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.prices import PricedRows
@@ -26,6 +28,7 @@ STEPS = 12
 FIRST_PRICE = 0.1  # of the relaxed cost per capacity
 CLOSE = 0.05  # of the gap: an optimum, or the dual, that near is good enough
 ROUGH = 0.003  # relative gap of a priced optimum before any plan is known
+SWEEPS = 40  # before removing
 POOL = 8  # plans combined
 POOL_CELLS = 60_000  # larger combinations are left alone
 POOL_SECONDS = 2.0
@@ -55,13 +58,13 @@ class Dual:
         """Improve prices, bound and plans; times at which a plan that satisfies the rows does not fit."""
         owner, search = self.owner, self.owner.search
         for x in owner.seen:
-            if self.whole or all(math.isfinite(self.net.cost[v][x[v]]) for v in self.net.live):
+            if self.net.contains(x):
                 self._cut(x, owner.program.cost(x), owner.excess(x))
         current, fresh = self.prices, list[int]()
         unit = FIRST_PRICE * max(abs(search.lower), 1e-30) / max(1, owner.capacity)
         if self.whole and not current.any():
             current = np.zeros(len(owner.rows))
-            current[int(np.argmax(owner.excess(owner.seen[0])))] = unit
+            current[int(np.argmax(owner.excess(owner.relaxed)))] = unit
         box = np.maximum(4.0 * current, unit)
         asked = False
         for _ in range(self.steps):
@@ -78,6 +81,8 @@ class Dual:
             if np.allclose(target, current, rtol=1e-4, atol=1e-9 * unit) and self.bound <= before:
                 break
             current = target
+        if not fresh and not owner.stop():
+            self._remove()
         return fresh
 
     def _cut(self, choices: np.ndarray, cost: float, excess: np.ndarray) -> None:
@@ -87,62 +92,64 @@ class Dual:
     def _step(self, prices: np.ndarray) -> list[int]:
         """Solve the priced program; times at which one of the plans met satisfies the rows but does not fit."""
         owner, search = self.owner, self.owner.search
-        best: dict[str, float] = {"upper": math.inf, "lower": -math.inf}
         plans: list[np.ndarray] = []
         fresh: list[int] = []
-        start = min(c + float(prices @ g) for c, g in self.cuts) if self.cuts else math.inf
+        upper = min((c + float(prices @ g) for c, g in self.cuts), default=math.inf)
+        lower = -math.inf
 
         def offer(choices: np.ndarray) -> float:
-            excess = owner.excess(choices)
-            cost = owner.program.cost(choices)
+            nonlocal upper
+            excess, cost = owner.excess(choices), owner.program.cost(choices)
             self._cut(choices, cost, excess)
             if (excess <= 0).all():
                 fresh.extend(owner.offer(choices))
-            if cost + float(prices @ excess) < best["upper"]:
-                best["upper"] = cost + float(prices @ excess)
+            if cost + float(prices @ excess) < upper:
+                upper = cost + float(prices @ excess)
                 plans.append(choices)
-            return search.upper if exact_removal else min(start, best["upper"])
+            return min(upper, search.upper)
 
         def prove(bound: float) -> None:
-            best["lower"] = max(best["lower"], bound)
+            nonlocal lower
+            lower = max(lower, bound)
 
         def done() -> bool:
-            upper, lower = min(start, best["upper"]), best["lower"]
             near = CLOSE / 4 * (search.upper - lower) if math.isfinite(search.upper) else ROUGH * abs(upper)
-            near = max(1e-9 * abs(upper), near)
-            return upper - lower <= near or lower > search.upper * (1 + 1e-10)
+            return upper - lower <= max(1e-9 * abs(upper), near) or lower > search.upper * (1 + 1e-10)
 
-        # With a plan known, only what cannot beat it is removed, and that holds for the program too; what a priced
-        # program alone removes holds only for these prices. Dominance at other nodes does not matter: the partner is
-        # no dearer and leaves this node's strategy as it is.
-        exact_removal = math.isfinite(search.upper)
-        gone: list[dict[int, np.ndarray]] = []
         descent = Descent(offer, prove, done, search.deadline)
-        descent.rounds = ROUNDS[:3]
-        if exact_removal:
-            descent.removed = gone.append
-        net = PricedRows(self.net, owner.capacity).priced(prices)
         try:
-            descent.run(net, search.upper if exact_removal else start)
+            descent.run(PricedRows(self.net, owner.capacity).priced(prices), min(upper, search.upper))
         except EmptyNodeError:
-            if exact_removal or math.isinf(min(start, best["upper"])):
-                raise
-            prove(min(start, best["upper"]))
+            if upper > search.upper or math.isinf(upper):
+                raise  # nothing beats the best plan, or nothing is finite
+            prove(upper)
         finally:
             search.book("presolve", descent.presolve_seconds)
-        if best["lower"] > self.bound:
-            self.bound, self.prices = best["lower"], prices
+        if lower > self.bound:
+            self.bound, self.prices = lower, prices
             if self.whole:
                 search.prove(min(self.bound, search.upper))
-        for ruled_out in gone:
-            self._drop(ruled_out)
-        if gone:
-            search.presolve(self.net, 3, 20_000, owner.capacity)
         for plan in plans[-1:]:
             owner.remember(plan)
             if self.whole:
                 fresh = fresh or self.combine()
         return fresh
+
+    def _remove(self) -> None:
+        """Take out what cannot be in a plan that beats the best one: its priced bound is above that plan's cost.
+
+        Dominance at other nodes does not matter: the partner is no dearer and leaves this node's strategy as it is.
+        """
+        owner, search = self.owner, self.owner.search
+        if not math.isfinite(search.upper) or not self.net.live or time.monotonic() > search.deadline:
+            return
+        for number in list(self.net.factors):
+            reduce.compress(self.net, number)
+        messages = Messages(PricedRows(self.net, owner.capacity).priced(self.prices))
+        for _ in range(SWEEPS):
+            messages.sweep(search.upper)
+        self._drop(messages.ruled_out())
+        search.presolve(self.net, 3, 20_000, owner.capacity)
 
     def _drop(self, ruled_out: dict[int, np.ndarray]) -> None:
         """Take strategies out of the net and of the program for good."""

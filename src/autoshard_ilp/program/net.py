@@ -154,6 +154,16 @@ class Net:
             total += float(f.table[tuple(int(lab[choices[v]]) for v, lab in zip(f.scope, f.labels, strict=True))])
         return total
 
+    def contains(self, choices: np.ndarray) -> bool:
+        """Whether ``choices`` are finite in all that is still in the net."""
+        if not all(np.isfinite(self.cost[v][choices[v]]) for v in self.live):
+            return False
+        for f in self.factors.values():
+            at = tuple(int(lab[choices[v]]) for v, lab in zip(f.scope, f.labels, strict=True))
+            if min(at) < 0 or not np.isfinite(f.table[at]):
+                return False
+        return True
+
     def complete(self, choices: np.ndarray) -> np.ndarray:
         """Fill in every eliminated node, last eliminated first."""
         full = np.array(choices, np.int64)
