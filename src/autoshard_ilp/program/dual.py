@@ -113,7 +113,7 @@ class Dual:
             lower = max(lower, bound)
 
         def done() -> bool:
-            near = CLOSE / 4 * (search.upper - lower) if math.isfinite(search.upper) else ROUGH * abs(upper)
+            near = CLOSE / 2 * (search.upper - lower) if math.isfinite(search.upper) else ROUGH * abs(upper)
             return upper - lower <= max(1e-9 * abs(upper), near) or lower > search.upper * (1 + 1e-10)
 
         descent = Descent(offer, prove, done, search.deadline)
