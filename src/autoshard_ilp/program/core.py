@@ -34,7 +34,7 @@ CHECK = 10  # sweeps between two plans
 CORE = 3  # strategies per node of a core
 CORE_CELLS = 100_000
 CORE_SWEEPS = 10
-STALL = 0.1  # a round ends when CHECK sweeps close less than this part of the gap
+STALL = 0.05  # a round ends when CHECK sweeps close less than this part of the gap
 
 
 def core_plan(messages: Messages, plans: list[np.ndarray], deadline: float) -> np.ndarray | None:

@@ -80,7 +80,7 @@ class Dual:
                 break
             if np.allclose(target, current, rtol=1e-4, atol=1e-9 * unit) and self.bound <= before:
                 break
-            current = target
+            current = 0.5 * (self.prices + target)
         if not fresh and not owner.stop():
             self._remove()
         return fresh

@@ -17,6 +17,7 @@ import time
 import numpy as np
 
 from autoshard_ilp.errors import InfeasibleError
+from autoshard_ilp.program.bounds import load_kernels
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, minimise_peak
 from autoshard_ilp.program.memory import Owners, Row
@@ -115,6 +116,7 @@ def minimum_capacity(
 
 class _Minimum:
     def __init__(self, program: Program, options: SolverOptions, enough: int | None) -> None:
+        load_kernels()
         began = time.monotonic()
         self.program, self.options = program, options
         self.begin_deadline = began + options.time_limit
