@@ -16,6 +16,7 @@ import time
 
 import numpy as np
 
+from autoshard_ilp._ortools import load_cp_model
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.program.bounds import load_kernels
 from autoshard_ilp.program.core import Descent
@@ -213,6 +214,9 @@ class _Minimum:
 
     def _cpsat(self, keep: list[np.ndarray] | None = None, seconds: float = math.inf) -> bool:
         """One exact run under the present rows, over all strategies or those of ``keep``. False: no progress."""
+        since = time.monotonic()
+        load_cp_model()
+        self.deadline += time.monotonic() - since  # loading the solver, once per process, is not searching
         net = build_net(without_costs(self.program), keep, self.rows)
         deadline = min(self.deadline, time.monotonic() + seconds)
         Presolve(net, deadline=deadline).run()
