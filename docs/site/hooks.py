@@ -85,7 +85,8 @@ def other_names(docs: Path) -> str:
 def outside_links(markdown: str) -> str:
     """Replaces links that lead out of ``docs/`` by what they say."""
     markdown = re.sub(r"\]\(docs/", "](", markdown)
-    return re.sub(r"\[([^\]]+)\]\((?:\.\./)*(?:src|cost_models|benchmarks|tests|LICENSE)[^)]*\)", r"\1", markdown)
+    outside = r"(?<!!)\[([^\]]+)\]\((?:\.\./)*(?:(?:src|cost_models|benchmarks|tests)/[^)]*|LICENSE)\)"
+    return re.sub(outside, r"\1", markdown)
 
 
 def notebooks() -> list[Path]:
