@@ -54,7 +54,7 @@ def quality(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
         return
     columns = min(2, len(cases))
     lines = -(-len(cases) // columns)
-    figure = base.new(10.5, 0.5 + lines * (0.55 + 0.19 * len(plans)))
+    figure = base.new(8.5, 0.5 + lines * (0.55 + 0.19 * len(plans)))
     grid = figure.subplots(lines, columns, squeeze=False)
     for axes in grid.flat[len(cases) :]:
         axes.set_axis_off()
@@ -84,7 +84,7 @@ def fidelity(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
         return
     measures = [m for m in ("bytes ratio", "peak ratio", "FLOP ratio") if any(r.get(m) for r in rows)]
     targets = list(dict.fromkeys(r["case"].split(" / ")[1] if r["case"].count(" / ") else "all" for r in rows))
-    figure = base.new(10.5, 3.6)
+    figure = base.new(8.5, 3.4)
     for axes, measure in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures, strict=True):
         base.plain(axes, measure)
         start = 0
@@ -137,7 +137,7 @@ def speed(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
     """Seconds of every stage, stacked by case."""
     rows = [r for t in tables for r in t.rows if number(r.get("solve s", "")) is not None]
     if rows:
-        figure = base.new(9.0, 1.2 + 0.34 * len(rows))
+        figure = base.new(8.5, 1.2 + 0.34 * len(rows))
         axes = base.plain(figure.subplots(), "Seconds of planning")
         labels = [f"{r.get('case', '')}{_mesh(r)}: {r.get('status', '')}, gap {r.get('gap', '')}" for r in rows]
         base.bars(axes, labels, _stages(rows), 60)
@@ -164,7 +164,7 @@ def growth(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
     kinds = list(dict.fromkeys(r["grows"] for r in rows))
     if not kinds:
         return
-    figure = base.new(10.5, 3.2)
+    figure = base.new(8.5, 3.2)
     panels = figure.subplots(1, len(kinds), squeeze=False)[0]
     for axes, kind in zip(panels, kinds, strict=True):
         mine = [r for r in rows if r["grows"] == kind]

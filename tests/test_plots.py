@@ -32,6 +32,7 @@ FIGURES = {
     "communication": lambda p: p.plot.communication(),
     "timeline": lambda p: p.plot.timeline(),
     "mesh": lambda p: p.plot.mesh("block_1/kernel"),
+    "mesh of a vector": lambda p: p.plot.mesh("head/bias"),
 }
 
 
@@ -64,7 +65,7 @@ def texts(figure):
 @pytest.mark.parametrize("budget", [120_000_000, 10**10, None])
 @pytest.mark.parametrize("name", FIGURES)
 def test_nothing_is_cut_off(name, budget):
-    figure = FIGURES[name](some_plan(budget, prefix="a_rather_long_name_of_a_model/" if name != "mesh" else ""))
+    figure = FIGURES[name](some_plan(budget, prefix="a_rather_long_name_of_a_model/" if "mesh" not in name else ""))
     figure.draw_without_rendering()
     width, height = figure.bbox.size
     shown = dict(texts(figure))

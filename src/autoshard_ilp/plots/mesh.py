@@ -90,7 +90,6 @@ def _tensor(axes: Any, leaf: Any, shards: tuple[int, ...], numbers: dict[tuple[i
     count = math.prod(shards)
     hidden = count // (rows * columns)
     title = "the tensor, whole" if count == 1 else f"the tensor, cut into {count} parts"
-    title += f" along dimension 0 ({leaf.shape[0]})" if len(dims) == 1 else ""
     base.plain(axes, title + (f" ({hidden} of them behind each)" if hidden > 1 else ""), frame=())
     for r, c in itertools.product(range(rows), range(columns)):
         index = [0] * len(shards)
@@ -106,4 +105,4 @@ def _tensor(axes: Any, leaf: Any, shards: tuple[int, ...], numbers: dict[tuple[i
     axes.set_yticks([])
     if len(dims) == 2:
         axes.set_ylabel(f"dimension {dims[0]} ({leaf.shape[dims[0]]})")
-        axes.set_xlabel(f"dimension {dims[1]} ({leaf.shape[dims[1]]})")
+    axes.set_xlabel(f"dimension {dims[-1]} ({leaf.shape[dims[-1]]})")
