@@ -8,6 +8,7 @@ its own symbols first; see dlopen(3). It exists on Linux with glibc, the only pl
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -15,18 +16,23 @@ from typing import Any
 
 def load_cp_model() -> Any:
     """The module ``ortools.sat.python.cp_model``, loaded safely whatever was imported before."""
-    name = "ortools.sat.python.cp_model"
+    return _load("ortools.sat.python.cp_model")
+
+
+def load_mathopt() -> Any:
+    """The module ``ortools.math_opt.python.mathopt``, loaded in the same way."""
+    return _load("ortools.math_opt.python.mathopt")
+
+
+def _load(name: str) -> Any:
     if name in sys.modules:
         return sys.modules[name]
     deep = getattr(os, "RTLD_DEEPBIND", 0)
     if not deep:
-        from ortools.sat.python import cp_model
-
-        return cp_model
+        return importlib.import_module(name)
     flags = sys.getdlopenflags()
     sys.setdlopenflags(flags | deep)
     try:
-        from ortools.sat.python import cp_model
+        return importlib.import_module(name)
     finally:
         sys.setdlopenflags(flags)
-    return cp_model
