@@ -110,9 +110,7 @@ FEATURES: dict[str, Feature] = {
     "rmsprop": _optimizer("RMSprop", learning_rate=0.01, epsilon=1e-3),
     "schedule": _optimizer("SGD", learning_rate=keras.optimizers.schedules.CosineDecay(0.1, 10)),
     "accumulation": Feature(lambda: mlp(keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)), slow=False),
-    "ema": Feature(
-        lambda: mlp(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2)), slow=False
-    ),
+    "ema": Feature(lambda: mlp(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2))),
     "clip norm": Feature(lambda: mlp(keras.optimizers.SGD(0.05, global_clipnorm=0.1))),
     "clip value": Feature(lambda: mlp(keras.optimizers.SGD(0.05, clipvalue=0.01))),
     "bfloat16": Feature(lambda: mlp(dtype="mixed_bfloat16"), options={"rtol": 3e-2, "atol": 2e-2}),
@@ -125,10 +123,10 @@ FEATURES: dict[str, Feature] = {
     "class weights": Feature(mlp, _class_weighted),
     "several inputs, outputs, losses": Feature(cases.several, _several, cases.several_data(), slow=False),
     "validation": Feature(mlp, _validated),
-    "steps_per_execution": Feature(lambda: mlp(steps_per_execution=2), slow=False),
+    "steps_per_execution": Feature(lambda: mlp(steps_per_execution=2)),
     "jit_compile=False": Feature(lambda: mlp(jit_compile=False), slow=False),
     "run_eagerly": Feature(lambda: mlp(run_eagerly=True)),
-    "stateful RNN": Feature(cases.stateful, _stateful, _sequences(), slow=False),
+    "stateful RNN": Feature(cases.stateful, _stateful, _sequences()),
     "masking": Feature(cases.recurrent, lambda m: fitted(m, *tokens())["loss"], tokens()),
     "subclassed and nested": Feature(lambda: _subclassed(False)),
     "custom train_step": Feature(lambda: _subclassed(True)),
@@ -138,7 +136,7 @@ FEATURES: dict[str, Feature] = {
     "LoRA before planning": Feature(cases.with_lora, slow=False),
     "generator": Feature(mlp, _generator),
     "other dtypes": Feature(mlp, _odd_dtypes),
-    "labels of another rank": Feature(mlp, _labels_as_columns, slow=False),
+    "labels of another rank": Feature(mlp, _labels_as_columns),
 }
 
 
@@ -250,6 +248,7 @@ def _two_inputs() -> keras.Model:
     return cases.compiled(keras.Model([a, b], layers.Dense(cases.CLASSES)(x)))
 
 
+@pytest.mark.slow
 def test_another_structure_of_the_same_inputs() -> None:
     """A tuple and a dict where the plan saw a list of inputs."""
     x, y = cases.several_data()
@@ -261,6 +260,7 @@ def test_another_structure_of_the_same_inputs() -> None:
     same_as_one_device(_two_inputs, (pair, y["label"]), run)
 
 
+@pytest.mark.slow
 def test_shared_layers_and_several_models() -> None:
     """An encoder with a model of its own: both run on the variables that the plan has laid out."""
     alone, planned = seeded(mlp), seeded(mlp)

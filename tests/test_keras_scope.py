@@ -156,6 +156,21 @@ def test_scope_when_the_model_is_compiled_later_and_other_models_are_built() -> 
     assert_on_plan(model, plan)
 
 
+@pytest.mark.slow
+def test_scope_when_the_builder_compiles_otherwise_first() -> None:
+    """As KerasHub's tasks do, which compile themselves; the user's own compile() counts."""
+    plan = plan_for(adam_mlp, (X, Y))
+    keras.utils.set_random_seed(5)
+    with plan.scope():
+        model = mlp()
+    with pytest.raises(autoshard.PlanMismatchError, match="'sgd' instead of 'adam'"):
+        model.fit(X, Y, verbose=0)
+    cases.compiled(model, keras.optimizers.Adam(0.01, epsilon=1e-3))
+    assert_close(fitted(model, X, Y)["loss"], fitted(seeded(adam_mlp), X, Y)["loss"])
+    assert_on_plan(model, plan)
+
+
+@pytest.mark.slow
 def test_weights_loaded_in_a_scope_arrive_sharded(tmp_path: Path) -> None:
     alone = seeded(adam_mlp)
     fitted(alone, X, Y)
@@ -173,6 +188,7 @@ def test_weights_loaded_in_a_scope_arrive_sharded(tmp_path: Path) -> None:
     assert_on_plan(model, plan)
 
 
+@pytest.mark.slow
 def test_a_subclassed_model_in_a_scope() -> None:
     def build() -> keras.Model:
         return cases.compiled(cases.Nested())
@@ -302,6 +318,7 @@ def test_mesh_shapes() -> None:
     assert mesh_shapes(6) == [{"data": 6}, {"data": 2, "model": 3}, {"data": 3, "model": 2}]
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_file_applies(tmp_path: Path) -> None:
     plan = plan_for(adam_mlp, (X, Y))
     plan.save(tmp_path / "plan.json")

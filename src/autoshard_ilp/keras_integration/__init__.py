@@ -34,8 +34,10 @@ from autoshard_ilp.keras_integration.state import initial_state as initial_state
 from autoshard_ilp.keras_integration.state import initial_values as initial_values
 from autoshard_ilp.keras_integration.state import place as place
 from autoshard_ilp.keras_integration.state import write_state as write_state
+from autoshard_ilp.keras_integration.trainer import allow_training as allow_training
 from autoshard_ilp.keras_integration.trainer import attach as attach
 from autoshard_ilp.keras_integration.trainer import install as install
 from autoshard_ilp.keras_integration.trainer import own_step as own_step
+from autoshard_ilp.keras_integration.trainer import refuse_training as refuse_training
 from autoshard_ilp.keras_integration.trainer import runs_eagerly as runs_eagerly
 from autoshard_ilp.keras_integration.trainer import sync as sync

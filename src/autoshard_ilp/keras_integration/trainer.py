@@ -82,6 +82,21 @@ def install(model: Any, steps: dict[str, Step], check: Callable[[str], None]) ->
         setattr(model, FUNCTIONS[mode], function())  # at once: an epoch under way does not ask again
 
 
+def refuse_training(model: Any, error: Exception) -> None:
+    """Makes ``fit`` and ``train_on_batch`` raise ``error`` until :func:`allow_training`."""
+
+    def refuse(force: bool = False) -> None:
+        raise error
+
+    model.make_train_function = refuse
+
+
+def allow_training(model: Any) -> None:
+    """Undoes :func:`refuse_training`."""
+    if "make_train_function" in vars(model):
+        del model.make_train_function
+
+
 def _maker(
     model: Any, mode: str, step: Step, check: Callable[[str], None]
 ) -> tuple[Callable[..., None], Callable[[], Any]]:

@@ -36,8 +36,16 @@ def planned_scope(plan: Plan) -> Iterator[Plan]:
             variable._initialize_with_initializer(variable._initializer)  # of another model built on the way
     if plan.mode == "train" and not model.compiled:
         _apply_when_compiled(plan, model, expected)
-    else:
+        return
+    try:
         apply_plan(plan, model)
+    except PlanMismatchError as error:
+        # KerasHub's tasks compile themselves; the user's own compile() may follow after the scope.
+        variables = [tuple(v.shape) for group in ki.state_variables(model, "predict") for v in group]
+        if plan.mode != "train" or variables != [x.shape for x in plan.arguments[: len(variables)]]:
+            raise
+        _apply_when_compiled(plan, model, expected)
+        ki.refuse_training(model, error)
 
 
 class _Expected:
@@ -102,6 +110,7 @@ def _apply_when_compiled(plan: Plan, model: Any, expected: _Expected) -> None:
     compile_model = model.compile
 
     def compile_and_apply(*args: Any, **kwargs: Any) -> None:
+        ki.allow_training(model)
         compile_model(*args, **kwargs)
         del model.compile
         apply_plan(plan, model)
