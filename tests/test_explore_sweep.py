@@ -13,7 +13,7 @@ import pytest
 
 import autoshard_ilp as autoshard
 import explore_models
-from autoshard_ilp.explore import pool, results, runcase, schema
+from autoshard_ilp.explore import pool, results, runcase
 from autoshard_ilp.explore import sweep as sweep_module
 from autoshard_ilp.explore.cases import read_sweep, work_of
 from autoshard_ilp.explore.sweep import load_sweep, sweep
@@ -395,13 +395,6 @@ def test_a_sweep_file_and_arguments_beside_it(tmp_path, counted):
     assert {r["time_limit_s"] for r in found} == {7.0} and {r["batch_size"] for r in found} == {64, 128}
     assert {r["memory_budget"] for r in found} == {"hardware", "1000000000"}
     assert read_sweep(path)["output"] == "r.csv"
-
-
-@pytest.mark.parametrize("name", ["sweep"])
-def test_schemas_are_schemas(name):
-    from jsonschema import Draft202012Validator
-
-    Draft202012Validator.check_schema(schema.schema(name))
 
 
 # -- showing -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.placement import Placement
 from autoshard_ilp.plan import Leaf, Plan
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
+from autoshard_ilp.schema import problem
 
 FORMAT = "autoshard-ilp plan"
 VERSION = 1
@@ -75,6 +76,12 @@ def load(path: str | os.PathLike[str]) -> Plan:
         raise PlanFileError(
             f"This release reads plan files up to version {VERSION}. Received: {source} of version {version!r}. "
             "Upgrade autoshard-ilp, or plan again."
+        )
+    wrong = problem(data, "plan")
+    if wrong is not None:
+        raise PlanFileError(
+            f"A plan file of version {version} follows its schema (schemas/plan.schema.json). Received: {source} with "
+            f"a missing or wrong field: {wrong}. Save the plan again."
         )
     try:
         return from_dict(data)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autoshard_ilp.errors import InputShapeError, SweepFileError
-from autoshard_ilp.explore.schema import problem
 from autoshard_ilp.mesh import MeshSpec, as_mesh, parse_mesh
+from autoshard_ilp.schema import problem
 from autoshard_ilp.units import parse_bytes
 
 OPTIMAL = "optimal"
