@@ -213,3 +213,40 @@ def _register_cuda_without_gpu() -> bool:
                 os.environ[name] = before
         return True
     return False
+
+
+class Coordination:
+    """The key-value store that the processes of one ``jax.distributed`` job share.
+
+    Attributes:
+        process, count: this process and how many there are.
+    """
+
+    def __init__(self, client: Any, process: int, count: int) -> None:
+        self._client, self.process, self.count = client, process, count
+
+    def put(self, key: str, value: str) -> None:
+        """Stores a text under a key that nobody has used."""
+        self._client.key_value_set(key, value)
+
+    def get(self, key: str, timeout_seconds: float) -> str | None:
+        """The text under a key, waited for; None when it does not come in time."""
+        try:
+            return str(self._client.blocking_key_value_get(key, int(timeout_seconds * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error) or "timed out" in str(error).lower():
+                return None
+            raise
+
+
+def coordination() -> Coordination | None:
+    """The store of this job; None where ``jax.distributed.initialize`` was not called or there is one process only.
+
+    No backend is started by asking.
+    """
+    from jax._src import distributed
+
+    state = distributed.global_state
+    if state.client is None or state.num_processes < 2:
+        return None
+    return Coordination(state.client, state.process_id, state.num_processes)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoshard_ilp.agreement import facts_of_step, planned_once
 from autoshard_ilp.costs.overlap import overlap_notes
 from autoshard_ilp.errors import InfeasibleError, InputShapeError, ProfileError, UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.mesh import MeshSpec, as_mesh
 from autoshard_ilp.pins import Allowed, Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
+from autoshard_ilp.processes import announced, together
 from autoshard_ilp.program.model import SolverOptions
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.rematsearch import search
@@ -44,6 +46,7 @@ class Request:
     restriction: Callable[[Mapping[str, tuple[int, ...]]], Allowed] | None = None
 
 
+@announced
 def optimize(
     model: Any,
     mesh: Any = None,
@@ -143,14 +146,32 @@ def plan_traced(
 ) -> Plan:
     """Plans a Keras step; where several rematerialisation policies may be tried, with as little of it as fits.
 
+    Of the processes of a ``jax.distributed`` job the first one plans, and the others receive its plan.
+
     Raises:
         InfeasibleError: none of them fits.
+        PlanMismatchError: the processes of a job are about to plan different things.
     """
 
+    def step(policy: str) -> Step:
+        return graph_of(traced, policy, while_trip_count)
+
+    with together("planning") as meeting:
+        return planned_once(
+            meeting,
+            lambda: facts_of_step(step(policies[0]), traced, request, traced.mode),
+            lambda: _search(traced, request, progress, policies, step),
+            step,
+        )
+
+
+def _search(
+    traced: Any, request: Request, progress: Progress, policies: Sequence[str], step: Callable[[str], Step]
+) -> Plan:
     def tried(policy: str) -> Plan | Failure:
         with progress.stage("graph"):
-            step = graph_of(traced, policy, while_trip_count)
-        return attempt(step, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
+            graph = step(policy)
+        return attempt(graph, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
 
     found = search(policies, tried, lambda failed: failed.step.blocks, request.solver.time_limit)
     if found.plan is None:

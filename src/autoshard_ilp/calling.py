@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard_ilp.errors import AutoshardError, PlanMismatchError
+from autoshard_ilp.processes import place_arguments
 
 CASTABLE_ROLES = frozenset({"input", "target", "sample_weight"})
 """Arguments whose dtype is converted where that loses no kind (int64 labels for int32, integers for floats)."""
@@ -23,14 +24,15 @@ class PlannedJit:
         PlanMismatchError: (from calls and ``lower``) arguments of another number, structure, shape, dtype or layout.
     """
 
-    def __init__(self, jitted: Any, check: Callable[[Sequence[Any]], None]) -> None:
-        self._jitted, self._check = jitted, check
+    def __init__(self, jitted: Any, check: Callable[[Sequence[Any]], None], shardings: Any = None) -> None:
+        self._jitted, self._check, self._shardings = jitted, check, shardings
         self.__wrapped__ = jitted
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         if self._has_deleted(args):
             self._check(args)
-        return self._explained(self._jitted, args, keywords)
+        placed = args if self._shardings is None else place_arguments(args, self._shardings)
+        return self._explained(self._jitted, placed, keywords)
 
     def lower(self, *args: Any, **keywords: Any) -> Any:
         """``jax.jit(...).lower``, for ``plan.abstract_args()`` or real arrays."""

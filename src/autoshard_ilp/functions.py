@@ -13,6 +13,7 @@ from typing import Any
 
 from autoshard_ilp.errors import AutoshardError, InputShapeError, UnsupportedModelError
 from autoshard_ilp.plan import Plan
+from autoshard_ilp.processes import announced
 from autoshard_ilp.program.model import SolverOptions
 from autoshard_ilp.trace import ArgumentInfo, ResultInfo
 
@@ -42,6 +43,7 @@ class TracedFunction:
     donated: tuple[int, ...]
 
 
+@announced
 def optimize_fn(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -80,7 +82,7 @@ def optimize_fn(
         UnsupportedModelError: ``fn`` is not a function, or cannot be traced.
         InfeasibleError: no plan fits the budget and the pins; carries the smallest budget that does.
     """
-    from autoshard_ilp import api
+    from autoshard_ilp import agreement, api, processes
     from autoshard_ilp.progress import Progress
     from autoshard_ilp.step import check_trip_count, step_of
 
@@ -92,7 +94,13 @@ def optimize_fn(
             traced = trace_function(fn, args, donate_argnums)
         with shown.stage("graph"):
             step = step_of(traced, traced.args, traced.donated, while_trip_count=while_trip_count)
-        plan = api.plan_step(step, traced, request, shown, mode="function", batch_size=0)
+        with processes.together("planning a function") as meeting:
+            plan = agreement.planned_once(
+                meeting,
+                lambda: agreement.facts_of_step(step, traced, request, "function"),
+                lambda: api.plan_step(step, traced, request, shown, mode="function", batch_size=0),
+                lambda policy: step,
+            )
     return replace(plan, notes=(_donation_note(traced.donated), *plan.notes))
 
 

@@ -206,7 +206,7 @@ class Plan:
             checked_leaves(self.arguments, values, convert=False)
             check_layouts(self.arguments, values, jax.tree.leaves(ins))
 
-        return PlannedJit(jitted, check)
+        return PlannedJit(jitted, check, ins)
 
     def abstract_args(self, mesh: Any = None) -> tuple[Any, ...]:
         """The step's arguments as ``jax.ShapeDtypeStruct`` with shardings, for ``plan.jit().lower(...)``."""

@@ -13,9 +13,11 @@ Nothing is padded and no sample is dropped, so statistics, losses and metrics ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoshard_ilp import agreement, processes
 from autoshard_ilp import keras_integration as ki
 from autoshard_ilp.errors import InfeasibleError, ProfileError
 from autoshard_ilp.graph import Graph
@@ -81,7 +83,6 @@ def companion(plan: Plan, step: Any, layouts: Mapping[int, Layout]) -> Plan:
     """
     from autoshard_ilp import api
     from autoshard_ilp.program.model import SolverOptions
-    from autoshard_ilp.progress import Progress
 
     traced = step.traced
     variables = [v for group in ki.state_variables(traced.model, traced.mode) for v in group]
@@ -96,12 +97,25 @@ def companion(plan: Plan, step: Any, layouts: Mapping[int, Layout]) -> Plan:
     for capacity in (budget, _UNLIMITED_BYTES):
         request = api.Request(plan.mesh, profile, None, capacity, None, plan.objective, options, lambda shapes: kept)
         try:
-            return api.plan_step(step, traced, request, Progress(False), mode=traced.mode, batch_size=traced.batch_size)
+            with processes.together(f"planning the {traced.mode} step") as meeting:
+                return agreement.planned_once(
+                    meeting,
+                    functools.partial(agreement.facts_of_graph, step, traced, plan.mesh, traced.mode),
+                    functools.partial(_solved, step, traced, request),
+                    lambda policy: step,
+                )
         except InfeasibleError:
             # What the plan promised was another step. This one runs as well as it can; a device says if it does not.
             if capacity == _UNLIMITED_BYTES:
                 raise
     raise AssertionError("unreachable")
+
+
+def _solved(step: Any, traced: Any, request: Any) -> Plan:
+    from autoshard_ilp import api
+    from autoshard_ilp.progress import Progress
+
+    return api.plan_step(step, traced, request, Progress(False), mode=traced.mode, batch_size=traced.batch_size)
 
 
 def profile_of(plan: Plan) -> Any:
@@ -133,7 +147,7 @@ def _training_program(plan: Plan) -> Program:
     def run(state: Any, batch: Any) -> tuple[Any, Any]:
         placed = tuple(_placed(group, s) for group, s in zip(state, state_shardings, strict=True))
         new_state, logs = compiled(_each_once(placed), _laid_out(batch, batch_specs, batch_shardings))
-        return logs, new_state
+        return processes.fetchable(logs), new_state
 
     return run
 
@@ -170,7 +184,7 @@ def _forward_program(plan: Plan) -> Program:
         for i, value in zip(wanted, compiled(*flat), strict=True):
             results[i] = value
         new_state, out = jax.tree.unflatten(step.out_tree, results)
-        return out, new_state
+        return processes.fetchable(out), new_state
 
     return run
 

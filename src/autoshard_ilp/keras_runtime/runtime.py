@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from autoshard_ilp import agreement, processes
 from autoshard_ilp import keras_integration as ki
 from autoshard_ilp.errors import PlanMismatchError
 from autoshard_ilp.keras_runtime import programs
@@ -19,6 +20,7 @@ from autoshard_ilp.plan import Plan
 from autoshard_ilp.sharding import Layout
 
 
+@processes.announced
 def apply_plan(plan: Plan, model: Any) -> None:
     """Lays out a live model in place and makes ``fit``, ``evaluate`` and ``predict`` run planned programs.
 
@@ -38,6 +40,8 @@ def apply_plan(plan: Plan, model: Any) -> None:
         )
     ki.sync(model)
     bound = bind_again(plan, model)
+    with processes.together("plan.apply") as meeting:
+        agreement.agree_on_program(meeting, bound, model)
     program = programs.compiled_program(bound)
     shardings = bound.in_shardings[0]
     values = ki.initial_state(bound.executable.traced, shardings)  # type: ignore[union-attr]
@@ -73,6 +77,7 @@ class Runtime:
         self.signatures = dict.fromkeys(ki.GROUPS, _signature(model))
         self.bases: dict[str, Plan] = {plan.mode: plan}
         self.programs: dict[Any, Program] = {}
+        self.agreed: set[str] = set()  # kinds of steps whose first batch all processes have compared
         if plan.executable is not None:
             self.programs[self._key(plan.mode, plan.executable.args[1])] = program
 
@@ -146,6 +151,9 @@ class Runtime:
     def _step(self, mode: str) -> Any:
         def step(state: Any, data: Any) -> tuple[Any, Any]:
             batch = _batch_of(data, mode)
+            if mode not in self.agreed:
+                agreement.agree_on_batch(mode, batch)
+                self.agreed.add(mode)
             return self._program(mode, batch)(state, batch)
 
         return step
