@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+os.environ["AUTOSHARD_PROCESS_TIMEOUT_SECONDS"] = "90"
 import autoshard_ilp as autoshard
 from profiles_for_tests import toy
 
@@ -112,7 +113,7 @@ def refused(action: Any) -> str:
     try:
         action()
     except Exception as error:
-        assert time.monotonic() - start < 100
+        assert time.monotonic() - start < 100, error
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 

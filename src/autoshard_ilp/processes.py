@@ -42,16 +42,16 @@ _R = TypeVar("_R")
 class _Ledger:
     """What this process has been through; equal in all processes as long as they go on together."""
 
-    begun: int = 0  # meetings
-    failures: int = 0
+    meetings: int = 0  # begun, or missed by a failure
+    inside: int | None = None  # the meeting that is going on
     at_exit: bool = False
 
 
 _ledger = _Ledger()
 
 
-def _failure_key(process: int, begun: int, failures: int) -> str:
-    return f"autoshard_ilp/failed/{process}/{begun}/{failures}"
+def _failure_key(process: int, meeting: int) -> str:
+    return f"autoshard_ilp/failed/{process}/{meeting}"
 
 
 def _end_key(process: int) -> str:
@@ -142,8 +142,7 @@ class Meeting:
             text = self._store.get(f"{self._prefix}/{number}/{process}", max(0.01, min(_LOOK_S, left)))
             if text is not None:
                 return json.loads(text)
-            keys = [_failure_key(process, begun, _ledger.failures) for begun in (self._number, self._number + 1)]
-            for key in (*keys, _end_key(process)):
+            for key in (_failure_key(process, self._number), _end_key(process)):
                 failure = self._store.get(key, 0.01)
                 if failure is not None:
                     raise Told(f"All processes go on together. Received: process {process} stopped with {failure}")
@@ -193,9 +192,13 @@ def together(what: str) -> Iterator[Meeting | None]:
     if not _ledger.at_exit:
         atexit.register(_tell_end, store)
         _ledger.at_exit = True
-    number, _ledger.begun = _ledger.begun, _ledger.begun + 1
-    with _announcing(store):
-        yield Meeting(store, what, number)
+    number, _ledger.meetings = _ledger.meetings, _ledger.meetings + 1
+    _ledger.inside = number
+    try:
+        with _announcing(store):
+            yield Meeting(store, what, number)
+    finally:
+        _ledger.inside = None
 
 
 def announced(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -220,12 +223,18 @@ def _announcing(store: compat.Coordination) -> Iterator[None]:
         raise
     except BaseException as error:
         if not getattr(error, "_autoshard_announced", False):
-            with contextlib.suppress(Exception):
-                error._autoshard_announced = True  # type: ignore[attr-defined]
-                text = f"{type(error).__name__}: {error}"
-                store.put(_failure_key(store.process, _ledger.begun, _ledger.failures), text[:2000])
-            _ledger.failures += 1
+            _announce(store, error)
         raise
+
+
+def _announce(store: compat.Coordination, error: BaseException) -> None:
+    """The failure takes the place of the meeting in which, or before which, it happened: nobody waits there in vain."""
+    number = _ledger.inside
+    if number is None:
+        number, _ledger.meetings = _ledger.meetings, _ledger.meetings + 1
+    with contextlib.suppress(Exception):
+        error._autoshard_announced = True  # type: ignore[attr-defined]
+        store.put(_failure_key(store.process, number), f"{type(error).__name__}: {error}"[:2000])
 
 
 # -- arrays over many processes ----------------------------------------------------------------------------------------
