@@ -66,8 +66,11 @@ def _tell_end(store: compat.Coordination) -> None:
         store.put(_end_key(store.process), text[:2000])
 
 
-class Told(PlanMismatchError):
-    """A disagreement that every process has seen; nobody needs to be told again."""
+def _told(text: str) -> PlanMismatchError:
+    """A disagreement that every process sees by itself; nobody needs to be told again."""
+    error = PlanMismatchError(text)
+    error._autoshard_announced = True  # type: ignore[attr-defined]
+    return error
 
 
 class Meeting:
@@ -97,7 +100,7 @@ class Meeting:
         for process in range(self.count):
             answer = own if process == self.process else self._get(number, process, seconds)
             if answer["at"] != self.what:
-                raise Told(
+                raise _told(
                     f"Every process runs the same script. Received: process {process} at {answer['at']} while process "
                     f"{self.process} is at {self.what}. Call both in all processes, in the same order."
                 )
@@ -114,7 +117,7 @@ class Meeting:
         for process, theirs in enumerate(others, start=1):
             if (difference := _difference(first, theirs)) is not None:
                 name, ours, other = difference
-                raise Told(
+                raise _told(
                     f"All processes must agree at {self.what}. Received: {name} is {ours} in process 0 and {other} in "
                     f"process {process}. {remedy}"
                 )
@@ -145,9 +148,9 @@ class Meeting:
             for key in (_failure_key(process, self._number), _end_key(process)):
                 failure = self._store.get(key, 0.01)
                 if failure is not None:
-                    raise Told(f"All processes go on together. Received: process {process} stopped with {failure}")
+                    raise _told(f"All processes go on together. Received: process {process} stopped with {failure}")
             if left <= 0:
-                raise Told(
+                raise _told(
                     f"Every process runs the same script. Received: no answer of process {process} within {seconds:g} "
                     f"s at {self.what}. See what it has printed; {TIMEOUT_VARIABLE} sets the limit."
                 )
@@ -219,8 +222,6 @@ def announced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def _announcing(store: compat.Coordination) -> Iterator[None]:
     try:
         yield
-    except Told:
-        raise
     except BaseException as error:
         if not getattr(error, "_autoshard_announced", False):
             _announce(store, error)
