@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,11 +14,11 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.remat import POLICIES, Policy, parse_policy
-from autoshard_ilp.rematsearch import search
+from autoshard_ilp.rematsearch import recomputed_share, search
 from profiles_for_tests import toy
 
 MESH = {"data": 8}
-DEPTH = 6
+DEPTH = 4
 
 
 @pytest.mark.parametrize("text", ["never", "selective", "full", "full:3", "selective:2", "full:4+selective"])
@@ -67,6 +68,7 @@ def test_a_model_that_nearly_fits_recomputes_some_layers_and_the_first_ones() ->
     numbers = sorted({int(path.rpartition("_")[2]) for path in some.remat if path.startswith("up_")})
     assert numbers and numbers == list(range(len(numbers))) and len(numbers) < DEPTH, some.remat
     assert any("blocks fit, fewer do not fit" in note for note in some.notes)
+    assert recomputed_share(kept) == 0.0 < recomputed_share(some) < recomputed_share(every) < 0.5
     with pytest.raises(autoshard.InfeasibleError):
         autoshard.optimize(residual, MESH, budget, remat="never", **OPTIONS)
 
@@ -132,6 +134,18 @@ def test_one_policy_is_taken_as_it_is(any_plan: Plan) -> None:
     planner = _Planner(4, 100, any_plan)
     found = search(("full",), planner, lambda failed: 4, 100.0)
     assert found.plan is not None and found.plan.remat_policy == "full" and planner.asked == ["full"]
+
+
+def test_recomputation_that_costs_nothing_is_not_reduced(any_plan: Plan) -> None:
+    planner = _Planner(16, 12, any_plan)
+    slow = itertools.count(0.0, 20.0)
+    found = search(POLICIES, planner, lambda failed: 16, 1e6, lambda: next(slow), share=lambda plan: 0.001)
+    assert found.plan is not None and found.plan.remat_policy == "selective"
+    assert planner.asked == ["never", "selective"] and "takes 0.1% of the step" in found.plan.notes[-1]
+    found = search(POLICIES, planner, lambda failed: 16, 1e6, share=lambda plan: 0.001)
+    assert found.plan is not None and found.plan.remat_policy == "selective:8", (
+        "quick to plan, so searched all the same"
+    )
 
 
 def test_the_search_ends_with_its_time(any_plan: Plan) -> None:

@@ -16,7 +16,7 @@ from autoshard_ilp.plan import Plan, Trail, leaves
 from autoshard_ilp.processes import announced, together
 from autoshard_ilp.program.model import SolverOptions
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.rematsearch import search
+from autoshard_ilp.rematsearch import recomputed_share, search
 from autoshard_ilp.step import Step, check_trip_count, graph_of, loop_notes, trace
 from autoshard_ilp.units import format_bytes, parse_bytes
 from autoshard_ilp.verified import target_of, until_it_fits
@@ -173,7 +173,8 @@ def _search(
             graph = step(policy)
         return attempt(graph, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
 
-    found = search(policies, tried, lambda failed: failed.step.blocks, request.solver.time_limit)
+    blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
+    found = search(policies, tried, blocks, limit, share=recomputed_share)
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)

@@ -264,7 +264,7 @@ def proof_lines(plan: Any) -> list[str]:
     bound = format_seconds(plan.lower_bound) if math.isfinite(plan.lower_bound) else "none"
     lines = [f"{plan.status}: total {format_seconds(plan.cost.total_s)}, lower bound {bound}, gap {plan.gap:.2%}"]
     if plan.remat:
-        where = f"policy {plan.remat_policy!r}; plan.remat names the {len(plan.remat)} scopes"
+        where = f"policy {plan.remat_policy!r}; plan.remat names the {len(plan.remat)} layers"
         lines.append(f"activations are recomputed in the backward pass ({where})")
     lines += [f"note: {note}" for note in plan.notes]
     lines += [f"kept whole, no rule: {name}" for name in plan.unknown]

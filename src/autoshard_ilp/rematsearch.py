@@ -8,8 +8,9 @@ decided anew for it, and its copies are priced by their FLOP, bytes and collecti
 2. else recomputes all blocks, selectively, and in full where that does not fit;
 3. halves the interval between the smallest ``k`` known to fit and the largest known not to.
 
-Of everything that fits, the plan with the shortest step is taken; fewer recomputed blocks leave less room for copies of
-weights, so the smallest ``k`` need not be it. ``plan.notes`` says what was searched.
+The second step is enough where recomputation takes next to nothing and planning takes long. Of everything that fits,
+the plan with the shortest step is taken; fewer recomputed blocks leave less room for copies of weights, so the smallest
+``k`` need not be it. ``plan.notes`` says what was searched.
 """
 
 from __future__ import annotations
@@ -21,6 +22,24 @@ from typing import Any
 
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.remat import Policy
+
+LEAST_SHARE = 0.005
+"""Recomputation that takes less of the step than this is not worth a long search for fewer blocks."""
+
+QUICK_SECONDS = 10.0
+"""A search is long when one plan takes more than this."""
+
+
+def recomputed_share(plan: Plan) -> float:
+    """Share of a plan's predicted step that recomputed operations take, their collectives included."""
+    trail = plan.trail
+    if trail is None or not plan.cost.total_s:
+        return 0.0
+    seconds = 0.0
+    for cls, s in zip(trail.costs.classes, trail.solution.choices, strict=True):
+        if trail.graph.ops[cls.members[0]].params.get("recomputed"):
+            seconds += cls.count * float(cls.compute_seconds[s] + cls.communication_seconds[s])
+    return seconds / plan.cost.total_s
 
 
 @dataclass
@@ -37,6 +56,7 @@ def search(
     blocks_of: Callable[[Any], int],
     time_limit: float,
     clock: Callable[[], float] = time.monotonic,
+    share: Callable[[Plan], float] = lambda plan: 1.0,
 ) -> Found:
     """Plans under as little rematerialisation as fits.
 
@@ -47,18 +67,28 @@ def search(
         blocks_of: number of blocks, from the failure of "never".
         time_limit: seconds after the first plan that fits during which fewer blocks are tried.
         clock: seconds that only grow.
+        share: share of a plan's step that recomputation takes; below :data:`LEAST_SHARE` fewer blocks are not tried.
     """
     found = Found()
     smaller = "never"
     for policy in policies:
+        began = clock()
         answer = tried(policy)
+        took = clock() - began
         if not isinstance(answer, Plan):
             found.failures.append(answer)
             smaller = policy
             continue
         found.plan = answer
         if policy != "never" and found.failures and policies[0] == "never":
-            _fewer_blocks(found, policy, smaller, tried, blocks_of(found.failures[0]), clock() + time_limit, clock)
+            n_blocks = blocks_of(found.failures[0])
+            if took <= QUICK_SECONDS or share(answer) >= LEAST_SHARE:
+                _fewer_blocks(found, policy, smaller, tried, n_blocks, clock() + time_limit, clock)
+            else:
+                note = (
+                    f"Recomputation ({policy}): it takes {share(answer):.1%} of the step, fewer blocks were not tried."
+                )
+                found.plan = replace(answer, notes=(*answer.notes, note))
         break
     return found
 
