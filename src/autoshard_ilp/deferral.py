@@ -31,11 +31,14 @@ class Deferral:
         reads: its operands may be partial, all over the same mesh axes.
         resolves: it may reduce what it read partial (a sum); a rearrangement hands it on.
         leaves: its result may stay partial, because only a sum reads it.
+        local: it can run device by device (:func:`autoshard_ilp.manual.run`), so that its partial sums may be scattered
+            onto two dimensions, one after the other; told only the layouts, XLA would all-reduce them.
     """
 
     reads: bool = False
     resolves: bool = False
     leaves: bool = False
+    local: bool = False
 
 
 NONE = Deferral()
@@ -65,7 +68,8 @@ def deferrals(graph: Graph, rules: Sequence[Rule]) -> list[Deferral]:
             graph.tensors[t].producer in leaves and graph.tensors[t].result_index == 0 for t in op.inputs
         )
         reads = reads and op.primitive in SUMS | REARRANGEMENTS
-        found.append(Deferral(reads, reads and op.primitive in SUMS, op.id in leaves))
+        local = op.eqn is not None and len(op.outputs) == 1 and runs_partial(graph.view(op))
+        found.append(Deferral(reads, reads and op.primitive in SUMS, op.id in leaves, local))
     return found
 
 

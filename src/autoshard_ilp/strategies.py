@@ -85,15 +85,17 @@ def strategies_of(
         results = tuple(_layout(dims, assignment) for dims in rule.results)
         fraction = _fraction(rule, assignment, axis_sizes)
         partial_axes = [a for a, f in enumerate(assignment) if f is not None and _is_partial(rule, f)]
+        fits = all(divides(n, lay, axis_sizes) for n, lay in zip(operand_shapes, operands, strict=True))
         after: tuple[Any, ...]
         if deferral.resolves or _SUMMED not in assignment:
-            for resolutions, first in _resolutions(rule, assignment, partial_axes, results, result_shapes, axis_sizes):
+            for resolutions, first in _resolutions(
+                rule, assignment, partial_axes, results, result_shapes, axis_sizes, deferral.local and fits
+            ):
                 after = (first, *results[1:]) if results else results
                 key = (operands, after, resolutions)
                 if key not in found:
                     found[key] = Strategy(operands, after, results[0] if results else None, resolutions, fraction)
-        adds = deferral.leaves and partial_axes and _all_add(rule, assignment, partial_axes)
-        if adds and all(divides(n, lay, axis_sizes) for n, lay in zip(operand_shapes, operands, strict=True)):
+        if deferral.leaves and fits and partial_axes and _all_add(rule, assignment, partial_axes):
             left = tuple(PARTIAL if a in partial_axes else dim for a, dim in enumerate(results[0]))
             after = (left, *results[1:])
             found.setdefault((operands, after, ()), Strategy(operands, after, left, (), fraction))
@@ -185,8 +187,12 @@ def _resolutions(
     results: Sequence[Layout],
     result_shapes: Sequence[tuple[int, ...]],
     axis_sizes: Sequence[int],
+    several: bool = False,
 ) -> Iterator[tuple[tuple[Resolution, ...], Layout | None]]:
-    """Every way to resolve partial results, with the first result's layout afterwards."""
+    """Every way to resolve partial results, with the first result's layout afterwards.
+
+    ``several`` dimensions may be scattered onto where the operation runs device by device; else XLA would all-reduce.
+    """
     if not partial_axes or not results:
         yield (), results[0] if results else None
         return
@@ -197,8 +203,8 @@ def _resolutions(
         layout = list(results[0])
         for axis, dim in zip(partial_axes, choice, strict=True):
             layout[axis] = dim
-        if len(set(choice) - {WHOLE}) > 1:
-            continue  # XLA turns a scatter onto two dimensions at once into an all-reduce
+        if len(set(choice) - {WHOLE}) > 1 and not (several and divides(result_shapes[0], tuple(layout), axis_sizes)):
+            continue
         if not _scatter_fits(tuple(layout), results[0], partial_axes, result_shapes[0], axis_sizes):
             continue
         by_dim: dict[int, list[int]] = {}
