@@ -43,58 +43,34 @@ loose = autoshard.optimize(
     hardware="h100",
     batch_size=8192,
     remat="never",  # no activation is computed twice: the curve is that of communication alone
-    solver=autoshard.SolverOptions(time_limit=4),
     progress=False,
 )
 loose
 
 # %% [markdown]
-# The fastest plan is one end of the curve. The other end is the least memory that any plan needs, which the planner says
-# when it is asked for too little.
+# The fastest plan is one end of the curve; the other end is the least memory that any plan needs. `autoshard.pareto` finds
+# the breakpoints in between: each budget at which another plan becomes the best. A plan under a tight budget is harder to
+# prove, so the search gets ten seconds here, and every point says how far it can be from the best of its budget.
 
 # %%
-try:
-    loose.what_if(memory_budget="1MB", progress=False)
-except autoshard.InfeasibleError as error:
-    least = error.minimum_budget
-print(f"least {least / 1e9:.2f} GB, fastest plan {loose.memory.peak_bytes / 1e9:.2f} GB")
-
-# %% [markdown]
-# Some budgets between the two:
+curve = autoshard.pareto(loose, max_points=6, time_limit=10, progress=False)
+curve
 
 # %%
-between = loose.memory.peak_bytes - least
-plans = [loose]
-for share in (0.7, 0.4, 0.2):
-    try:
-        plans.append(loose.what_if(memory_budget=int(least + share * between), progress=False))
-    except autoshard.InfeasibleError:
-        print(f"nothing found at {share:.0%} in time")
-for plan in plans:
-    print(
-        f"{plan.memory.peak_bytes / 1e9:5.2f} GB: {plan.cost.total_s * 1e3:6.3f} ms, of which "
-        f"{plan.cost.communication_s * 1e3:6.3f} ms communication; {plan.status}, gap {plan.gap:.2%}"
-    )
-
-# %% [markdown]
-# The curve, as a figure of matplotlib:
-
-# %%
-from autoshard_ilp.plots.base import new, plain
-
-figure = new(7, 3)
-axes = plain(figure.subplots(), "A step against its memory")
-axes.plot([p.memory.peak_bytes / 1e9 for p in plans], [p.cost.total_s * 1e3 for p in plans], "o-")
-axes.set_xlabel("peak memory per device, GB")
-axes.set_ylabel("step, ms")
-figure
+curve.plot()
 
 # %% [markdown]
 # Both ends of the curve over time: at the loose end the memory is that of whole weights and activations, at the tight
 # end they are held in pieces and gathered for as short as possible.
 
 # %%
-plans[0].plot.memory()
+curve.points[-1].plan.plot.memory()
 
 # %%
-plans[-1].plot.memory()
+curve.points[0].plan.plot.memory()
+
+# %% [markdown]
+# The price of the memory that the tight plan saves is communication:
+
+# %%
+curve.points[0].plan.plot.communication()

@@ -12,16 +12,15 @@ SIZE_INCHES = (7.0, 4.0)
 
 
 def axes(ax: Any = None, size: tuple[float, float] = SIZE_INCHES) -> tuple[Any, Any]:
-    """A figure and axes to draw into; ImportError says what to install. The figure is closed for pyplot, so that a
-    notebook shows it once."""
+    """A figure and axes to draw into; ImportError says what to install."""
     if ax is not None:
         return ax.figure, ax
     try:
-        from matplotlib import pyplot
+        from autoshard_ilp.plots.base import PlanFigure
     except ImportError as error:
         raise ImportError('Figures need matplotlib: pip install "autoshard-ilp[notebook]".') from error
-    figure, made = pyplot.subplots(figsize=size, layout="constrained")
-    pyplot.close(figure)
+    figure = PlanFigure(figsize=size, layout="constrained")  # no pyplot: it would look for a display
+    made = figure.subplots()
     figure.patch.set_alpha(0.0)
     made.patch.set_alpha(0.0)
     for spine in made.spines.values():
