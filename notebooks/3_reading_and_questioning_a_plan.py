@@ -70,7 +70,7 @@ plan.plot.mesh("block_0_up/kernel")
 # what it costs more, and which collectives make the difference.
 
 # %%
-plan.explain("block_0_up/kernel", time_limit=8, progress=False)
+plan.explain("block_0_up/kernel", time_limit=600)
 
 # %% [markdown]
 # ## What if?
