@@ -51,6 +51,7 @@ class Presolve:
         self.dirty = dict.fromkeys(net.live)
         self.heap: list[tuple[int, int]] = []
         self.tidied: dict[int, tuple[object, ...]] = {}
+        self.kept: dict[int, tuple[object, ...]] = {}  # nodes that cannot be eliminated as they are
         while time.monotonic() < self.deadline:
             if self.dirty:
                 v = next(iter(self.dirty))
@@ -71,8 +72,12 @@ class Presolve:
             if now > cells:
                 heapq.heappush(self.heap, (now, v))
                 continue
+            state = (net.cost[v], net.used[v], *(x for n in net.incident[v] for x in self._state(n)))
+            if self._same(self.kept.get(v), state):
+                continue
             touched = reduce.eliminate(net, v)
             if touched is None:
+                self.kept[v] = state
                 self.counts["nodes kept for their bytes"] += 1
                 continue
             self._touch(touched)
@@ -201,8 +206,11 @@ class Presolve:
         return (f, *(self.net.alive[w] for w in f.scope))
 
     def _unchanged(self, number: int) -> bool:
-        seen = self.tidied.get(number)
-        return seen is not None and all(a is b for a, b in zip(seen, self._state(number), strict=True))
+        return self._same(self.tidied.get(number), self._state(number))
+
+    @staticmethod
+    def _same(before: tuple[object, ...] | None, now: tuple[object, ...]) -> bool:
+        return before is not None and len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
 
     def _merge_parallel(self, v: int) -> None:
         groups: dict[frozenset[int], list[int]] = {}

@@ -30,6 +30,8 @@ def cells(program: Program) -> int:
 def solve_in_turn(search: Search, exact: Callable[[Search], bool]) -> bool:
     """Large programs by the large route; others by ``exact`` first, and by the large route if that takes too long.
 
+    Programs of plans, whose edges hold bytes, stay with ``exact`` unless they are large.
+
     Args:
         search: the program; plan and bound are kept in it.
         exact: the exact route; True when it proved that no plan exists. May raise EmptyNodeError for the same.
@@ -37,9 +39,11 @@ def solve_in_turn(search: Search, exact: Callable[[Search], bool]) -> bool:
     Returns:
         True when proved infeasible.
     """
-    if cells(search.program) > MOST_CELLS:
+    program = search.program
+    tied_bytes = any(e.bytes is not None for e in program.edges)  # the large route spells them out, which takes long
+    if cells(program) > MOST_CELLS or (tied_bytes and len(program.nodes) < LARGE_NODES):
         return exact(search)
-    if len(search.program.nodes) < LARGE_NODES:
+    if len(program.nodes) < LARGE_NODES:
         whole = search.options
         search.options = replace(whole, time_limit=whole.time_limit * EXACT_SHARE)
         try:
