@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard_ilp.program import brute_force, solve
-from autoshard_ilp.program.large.crossover import combine
+from autoshard_ilp.program.cpsat import CpOptions
+from autoshard_ilp.program.large.crossover import combine, combine_best
 from autoshard_ilp.program.large.dual import Dual
 from autoshard_ilp.program.large.flat import Flat
 from autoshard_ilp.program.large.flatten import flatten
@@ -277,6 +278,9 @@ def test_crossover_never_loses(seed: int) -> None:
     assert flat.value(child) <= flat.value(base) + 1e-12
     assert flat.usage(child).max(initial=0) <= flat.capacity
     assert ((child == base) | (child == other)).all()
+    best = combine_best(flat, base, other, CpOptions(time.monotonic() + 30.0, 0, 1))
+    assert flat.value(best) <= flat.value(child) + 1e-9
+    assert flat.usage(best).max(initial=0) <= flat.capacity
 
 
 @FEW

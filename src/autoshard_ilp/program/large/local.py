@@ -101,7 +101,7 @@ class LocalSearch:
         """Bytes too many per row (0 where it fits)."""
         return np.maximum(0, self.used - self.graph.room)
 
-    def run(self, seconds: float, largest: int, forced: int, heat: float = 0.0) -> None:
+    def run(self, seconds: float, largest: int, forced: int, heat: float = 0.0, free: bool = False) -> None:
         """Trials for about ``seconds``.
 
         Args:
@@ -109,14 +109,21 @@ class LocalSearch:
             largest: nodes of the largest trees.
             forced: percent of trials that force a move.
             heat: how much dearer (in cost) an accepted trial may typically be.
+            free: regard prices only, not the rows.
         """
         f, g = self.flat, self.graph
         trials = int(max(20, min(1_000_000, seconds / self.trial_seconds)))
         began = time.perf_counter()
+        room = self.graph.room
+        if free:
+            room = np.full(len(room), np.iinfo(np.int64).max // 4)
+            self.score[2] = 1.0  # does not count as fitting: neither kept as the best nor guarded
         kernels_search.search(
             *(f.off, f.cost, self.theta, g.ioff, g.nbr, g.opp, g.tb, self.tab, f.soff, f.sstart, f.send, f.uoff, f.use),
-            *(g.room, self.free, self.x, self.used, self.score, self.rng, trials, largest, forced, float(heat)),
+            *(room, self.free, self.x, self.used, self.score, self.rng, trials, largest, forced, float(heat)),
             *(self.order, self.up, self.mark, self.stamp, self.touch, self.h, self.back, self.boff, self.old),
             *(self.log, self.delta),
         )
+        if free:
+            self._measure()
         self.trial_seconds = max(1e-7, 0.5 * self.trial_seconds + 0.5 * (time.perf_counter() - began) / trials)

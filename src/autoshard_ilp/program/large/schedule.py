@@ -1,21 +1,38 @@
-"""What a search does, turn by turn: episodes of price walk, repair, local search, crossover."""
+"""What a search does, turn by turn: episodes that begin at a decoded or at the best assignment.
+
+| episode | turns |
+|---|---|
+| walk | prices decode into an assignment; repair; local search at the dual's prices, at none, and in between |
+| anneal | from the best: local search that also accepts what is dearer, less and less; then without prices |
+| trade | from the best: local search that regards prices only; the cheapest subset of its changes that fits |
+
+After each turn, the parts of the present assignment that make the best one cheaper go into it.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import numpy as np
 
-from autoshard_ilp.program.large.crossover import combine
+from autoshard_ilp.program.cpsat import CpOptions
+from autoshard_ilp.program.large.crossover import combine, combine_best
 from autoshard_ilp.program.large.local import LocalSearch
 from autoshard_ilp.program.large.stage import Stage
 from autoshard_ilp.program.large.walk import PriceWalk
 
-SCALES = (1.0, 0.0, 0.5, 0.0, 0.2, 0.0)  # of the prices in local search, turn by turn
+Turn = tuple[float, float]  # scale of the dual's prices, heat as part of the gap
+
+DESCENT: tuple[Turn, ...] = ((1.0, 0.0), (0.0, 0.0), (0.5, 0.0), (0.0, 0.0), (0.2, 0.0), (0.0, 0.0))
+SHARES = {"walk": 0.2, "anneal": 0.6, "trade": 0.2}  # of the episodes, once an assignment fits
 LARGEST_TREE = 512
 FORCED_PERCENT = 50
 REPAIRS = 15  # turns before another start is tried
 ENOUGH_STEPS = 80  # of the walk, before something that does not fit is repaired
+HOPELESS = 1.0  # gaps above the best at which a descent from a decoded assignment ends
+TRADE_SPREAD = 0.1  # relative spread of the prices at which memory is traded
+TRADE_SECONDS = 2.0  # for CP-SAT
 
 
 class Schedule:
@@ -25,38 +42,69 @@ class Schedule:
         stage: the program and its searches.
         seed: of random choices.
         start: assignment to begin with; None: the first comes from the price walk.
+        deadline: monotonic seconds.
     """
 
-    def __init__(self, stage: Stage, seed: int, start: np.ndarray | None) -> None:
-        self.stage = stage
+    def __init__(self, stage: Stage, seed: int, start: np.ndarray | None, deadline: float) -> None:
+        self.stage, self.deadline = stage, deadline
         self.walk = PriceWalk(stage.graph, seed)
         first = np.zeros(stage.graph.flat.nodes, np.int64) if start is None else start
         self.local = LocalSearch(stage.graph, first, seed)
+        self.random = np.random.default_rng(seed)
         self.penalty = np.zeros(len(stage.graph.room))
         self.candidate: tuple[int, float, np.ndarray] | None = None  # 1: exceeds memory, 2: impossible; figure; itself
-        self.position = -1 if start is None else 0  # in the episode: -1 walk, then repair and the scales
+        self.walking = start is None
+        self.turns: deque[Turn] = deque(() if start is None else DESCENT)
         self.repairs = 0
         self.steps = 0  # of the walk in this episode
 
     def turn(self, seconds: float) -> None:
         """One slice."""
-        local = self.local
-        if self.position < 0:
+        if self.walking:
             self._walk(seconds)
-        elif not local.fits:
+        elif not self.local.fits:
             self._repair(seconds / 4)
+        elif self.turns:
+            self._descend(seconds)
         else:
-            scale = SCALES[self.position]
-            before = local.score[0]
-            local.set_prices(self.stage.dual.prices * scale)
-            local.run(seconds, LARGEST_TREE, FORCED_PERCENT)
-            if local.best is not None:
-                self.stage.pool.offer(local.best, float(local.score[3]))
-            self._cross()
-            if scale > 0 or not local.score[0] < before:
-                self.position += 1
-            if self.position == len(SCALES):
-                self.position = -1
+            self._begin(seconds)
+
+    def _begin(self, seconds: float) -> None:
+        """Choose the next episode."""
+        best = self.stage.pool.best
+        kind = "walk" if best is None else self.random.choice(list(SHARES), p=list(SHARES.values()))
+        if kind == "walk" or best is None:
+            self.walking = True
+            self._walk(seconds)
+            return
+        self.local.move_to(best)
+        if kind == "trade":
+            self._trade(best, seconds)
+            return
+        heat = float(10.0 ** self.random.uniform(-5.0, -1.5))
+        scale = float(self.random.choice((0.0, 0.2, 0.5, 1.0)))
+        self.turns.extend(((scale, heat), (scale, heat / 5), (scale, 0.0), (0.0, 0.0)))
+        self._descend(seconds)
+
+    @property
+    def _gap(self) -> float:
+        pool = self.stage.pool
+        return max(1e-9 * abs(pool.cost), pool.cost - self.stage.dual.bound) if pool.best is not None else 0.0
+
+    def _descend(self, seconds: float) -> None:
+        """One turn of local search; turns without prices repeat as long as they help."""
+        local, pool = self.local, self.stage.pool
+        scale, heat = self.turns.popleft()
+        before = local.score[0]
+        local.set_prices(self.stage.dual.prices * scale)
+        local.run(seconds, LARGEST_TREE, FORCED_PERCENT, heat * self._gap)
+        if local.best is not None:
+            pool.offer(local.best, float(local.score[3]))
+        self._cross()
+        if scale == heat == 0.0 and local.score[0] < before:
+            self.turns.appendleft((0.0, 0.0))
+        if scale == heat == 0.0 and local.score[0] > pool.cost + HOPELESS * self._gap:
+            self.turns.clear()
 
     def _walk(self, seconds: float) -> None:
         """Collect decoded assignments; move local search to the best of them."""
@@ -71,7 +119,8 @@ class Schedule:
             return
         self.local.move_to(self.candidate[2])
         self.penalty[:] = 0.0
-        self.candidate, self.position, self.repairs, self.steps = None, 0, 0, 0
+        self.candidate, self.repairs, self.steps = None, 0, 0
+        self.walking, self.turns = False, deque(DESCENT)
 
     def _consider(self, x: np.ndarray) -> None:
         flat = self.stage.graph.flat
@@ -96,6 +145,26 @@ class Schedule:
             pool.offer(child, cost)
             local.move_to(child)
 
+    def _trade(self, best: np.ndarray, seconds: float) -> None:
+        """Let the best assignment buy and sell memory at about the dual's prices; keep what pays and fits.
+
+        Local search without the rows changes many parts, each of which pays at those prices; the cheapest subset
+        that fits is a knapsack problem.
+        """
+        local, flat = self.local, self.stage.graph.flat
+        factor = float(np.exp(self.random.normal(0.0, TRADE_SPREAD)))
+        heat = self._gap * float(self.random.choice((0.0, 1e-4, 1e-3)))
+        local.set_prices(self.stage.dual.prices * factor)
+        local.run(seconds, LARGEST_TREE, FORCED_PERCENT, heat, free=True)
+        other = local.x.copy()
+        local.move_to(best)
+        until = min(self.deadline, time.monotonic() + TRADE_SECONDS)
+        if np.isfinite(flat.value(other)) and time.monotonic() < until:
+            child = combine_best(flat, best, other, CpOptions(until, 0, 1))
+            if flat.value(child) < flat.value(best):
+                self.stage.pool.offer(child, flat.value(child))
+                local.move_to(child)
+
     def _repair(self, seconds: float) -> None:
         """Raise the prices of the rows that are exceeded."""
         stage, local = self.stage, self.local
@@ -107,5 +176,4 @@ class Schedule:
         local.set_prices(prices + self.penalty)
         local.run(seconds, LARGEST_TREE, FORCED_PERCENT)
         self.repairs += 1
-        if self.repairs > REPAIRS:
-            self.position = -1
+        self.walking = self.repairs > REPAIRS

@@ -104,7 +104,7 @@ class LargeSolver:
         failed: list[BaseException] = []
 
         self.seed += 2
-        main, helper = (Schedule(stage, self.seed + i, stage.pool.best) for i in range(2))
+        main, helper = (Schedule(stage, self.seed + i, stage.pool.best, self.search.deadline) for i in range(2))
 
         def help_along() -> None:
             """Improve the bound; when that gets nowhere, search like the main thread."""
