@@ -5,6 +5,7 @@
 | walk | prices decode into an assignment; repair; local search at the dual's prices, at none, and in between |
 | anneal | from the best: local search that also accepts what is dearer, less and less; then without prices |
 | trade | from the best: local search that regards prices only; the cheapest subset of its changes that fits |
+| dive | a few values that the bounds leave open are forced, and message passing decodes what follows from them |
 
 After each turn, the parts of the present assignment that make the best one cheaper go into it.
 """
@@ -17,15 +18,16 @@ from collections import deque
 import numpy as np
 
 from autoshard_ilp.program.cpsat import CpOptions
+from autoshard_ilp.program.large import kernels_messages
 from autoshard_ilp.program.large.crossover import combine, combine_best
-from autoshard_ilp.program.large.local import LocalSearch
+from autoshard_ilp.program.large.local import LocalSearch, priced
 from autoshard_ilp.program.large.stage import Stage
 from autoshard_ilp.program.large.walk import PriceWalk
 
 Turn = tuple[float, float]  # scale of the dual's prices, heat as part of the gap
 
 DESCENT: tuple[Turn, ...] = ((1.0, 0.0), (0.0, 0.0), (0.5, 0.0), (0.0, 0.0), (0.2, 0.0), (0.0, 0.0))
-SHARES = {"walk": 0.2, "anneal": 0.6, "trade": 0.2}  # of the episodes, once an assignment fits
+SHARES = {"walk": 0.15, "anneal": 0.4, "trade": 0.15, "dive": 0.3}  # of the episodes, once an assignment fits
 LARGEST_TREE = 512
 FORCED_PERCENT = 50
 REPAIRS = 15  # turns before another start is tried
@@ -33,6 +35,8 @@ ENOUGH_STEPS = 80  # of the walk, before something that does not fit is repaired
 HOPELESS = 1.0  # gaps above the best at which a descent from a decoded assignment ends
 TRADE_SPREAD = 0.1  # relative spread of the prices at which memory is traded
 TRADE_SECONDS = 2.0  # for CP-SAT
+DIVE_SWEEPS = 6
+MOST_FORCED = 3  # values per dive
 
 
 class Schedule:
@@ -55,6 +59,7 @@ class Schedule:
         self.candidate: tuple[int, float, np.ndarray] | None = None  # 1: exceeds memory, 2: impossible; figure; itself
         self.walking = start is None
         self.turns: deque[Turn] = deque(() if start is None else DESCENT)
+        self.scratch = np.zeros(len(stage.graph.flat.cost))
         self.repairs = 0
         self.steps = 0  # of the walk in this episode
 
@@ -80,6 +85,9 @@ class Schedule:
         self.local.move_to(best)
         if kind == "trade":
             self._trade(best, seconds)
+            return
+        if kind == "dive":
+            self._dive(best, seconds)
             return
         heat = float(10.0 ** self.random.uniform(-5.0, -1.5))
         scale = float(self.random.choice((0.0, 0.2, 0.5, 1.0)))
@@ -158,12 +166,54 @@ class Schedule:
         local.run(seconds, LARGEST_TREE, FORCED_PERCENT, heat, free=True)
         other = local.x.copy()
         local.move_to(best)
+        if np.isfinite(flat.value(other)):
+            self._take_best_parts(best, other)
+
+    def _take_best_parts(self, best: np.ndarray, other: np.ndarray) -> None:
+        """The knapsack crossover of the best assignment with another one, which need not fit."""
         until = min(self.deadline, time.monotonic() + TRADE_SECONDS)
-        if np.isfinite(flat.value(other)) and time.monotonic() < until:
-            child = combine_best(flat, best, other, CpOptions(until, 0, 1))
-            if flat.value(child) < flat.value(best):
-                self.stage.pool.offer(child, flat.value(child))
-                local.move_to(child)
+        if time.monotonic() > until - 0.05:
+            return
+        flat = self.stage.graph.flat
+        child = combine_best(flat, best, other, CpOptions(until, 0, 1))
+        cost = flat.value(child)
+        if cost < flat.value(best):
+            self.stage.pool.offer(child, cost)
+            self.local.move_to(child)
+
+    def _dive(self, best: np.ndarray, seconds: float) -> None:
+        """Force values that may still be part of a better assignment; polish what message passing makes of it."""
+        stage, flat, g = self.stage, self.stage.graph.flat, self.stage.graph
+        own = flat.off[:-1] + best
+        open_values = stage.dual.value_bounds < stage.pool.cost
+        open_values[own] = False
+        choices = np.flatnonzero(open_values)
+        if not len(choices):
+            return
+        theta = priced(g, stage.dual.prices * float(np.exp(self.random.normal(0.0, TRADE_SPREAD))))
+        for i in self.random.choice(choices, self.random.integers(1, MOST_FORCED + 1)).tolist():
+            v = int(np.searchsorted(flat.off, i, side="right")) - 1
+            kept = theta[i]
+            theta[flat.off[v] : flat.off[v + 1]] = np.inf
+            theta[i] = kept
+        messages, x = stage.dual.messages.copy(), best.copy()
+        for _ in range(DIVE_SWEEPS):
+            kernels_messages.sweep(
+                *(flat.off, theta, g.ioff, g.nbr, g.opp, g.tb, g.tab, g.moff, messages, self.walk.hat, x),
+                self.scratch,
+            )
+        if not np.isfinite(flat.value(x)):
+            return
+        self.local.set_prices(stage.dual.prices)
+        self.local.move_to(x)
+        self.local.run(seconds, LARGEST_TREE, FORCED_PERCENT, 0.0, free=True)
+        x = self.local.x.copy()
+        self.local.move_to(best)
+        if np.isfinite(flat.value(x)):
+            self._take_best_parts(best, x)
+            self.local.move_to(x)
+            self.penalty[:], self.repairs = 0.0, 0
+            self.turns.extend(((1.0, 0.0), (0.0, 0.0)))
 
     def _repair(self, seconds: float) -> None:
         """Raise the prices of the rows that are exceeded."""
