@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.program import brute_force, solve
 from autoshard_ilp.program.cpsat import CpOptions
 from autoshard_ilp.program.large.crossover import combine, combine_best
@@ -29,6 +30,7 @@ from autoshard_ilp.program.large.flatten import flatten
 from autoshard_ilp.program.large.graph import build_graph, with_rows
 from autoshard_ilp.program.large.local import LocalSearch
 from autoshard_ilp.program.large.reduce import STEPS, arc_consistency, reduce
+from autoshard_ilp.program.large.route import solve_in_turn
 from autoshard_ilp.program.large.solver import LargeSolver
 from autoshard_ilp.program.large.undo import Elimination
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
@@ -281,6 +283,15 @@ def test_crossover_never_loses(seed: int) -> None:
     best = combine_best(flat, base, other, CpOptions(time.monotonic() + 30.0, 0, 1))
     assert flat.value(best) <= flat.value(child) + 1e-9
     assert flat.usage(best).max(initial=0) <= flat.capacity
+
+
+def test_large_route_takes_over_when_the_exact_one_gives_up() -> None:
+    def gives_up(search: Search) -> bool:
+        raise InfeasibleError("nothing found in time")
+
+    search = Search(example(50), SolverOptions(time_limit=60.0), time.monotonic(), None)
+    assert not solve_in_turn(search, gives_up)
+    assert search.upper == search.lower == 445.0 and search.options.time_limit == 60.0
 
 
 @FEW

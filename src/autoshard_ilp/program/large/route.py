@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoshard_ilp.errors import AutoshardError
 from autoshard_ilp.program.model import Program
 from autoshard_ilp.program.search import Search
 
 LARGE_NODES = 5000  # from here on, the exact route's work per node in Python takes longer than the large route's all
 MOST_CELLS = 60_000_000  # tables over strategies beyond this do not fit in memory twice
-EXACT_SHARE = 0.4  # of the time limit, for the exact route alone
+EXACT_SHARE = 0.3  # of the time limit, for the exact route alone
 
 
 def cells(program: Program) -> int:
@@ -46,8 +47,11 @@ def solve_in_turn(search: Search, exact: Callable[[Search], bool]) -> bool:
     if len(program.nodes) < LARGE_NODES:
         whole = search.options
         search.options = replace(whole, time_limit=whole.time_limit * EXACT_SHARE)
+        infeasible = False
         try:
             infeasible = exact(search)
+        except AutoshardError as error:  # such as: nothing found in so short a time
+            search.report["exact_route"] = str(error)
         finally:
             search.options = whole
         if infeasible or search.done():
