@@ -11,6 +11,7 @@ keeps it. Exit status: 0 with a solution, 1 without one, 2 proved infeasible.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import gzip
 import itertools
@@ -142,6 +143,9 @@ def cut_off(output: Output, at_seconds: float) -> None:
             os._exit(0 if output.choices is not None else 1)
 
     threading.Thread(target=wait, name="limit", daemon=True).start()
+    # the same from a thread that needs no interpreter lock, should a long call into C hold it
+    quiet = open(os.devnull, "w")  # noqa: SIM115  (stays open until the end)
+    faulthandler.dump_traceback_later(max(0.1, at_seconds + 0.6 - output.seconds()), exit=True, file=quiet)
 
 
 def compile_kernels() -> None:
@@ -174,8 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     left = max(0.1, args.time_limit - MARGIN_SECONDS - output.seconds())
     options = SolverOptions(time_limit=left, seed=args.seed, workers=args.workers)
     solution = solve(program, options, on_progress=output.progress)
-    with output.lock:
-        pass
+    faulthandler.cancel_dump_traceback_later()
     if solution.choices is not None:
         cost, peak = program.cost(solution.choices), program.peak(solution.choices)
         assert cost < float("inf") and (program.capacity is None or peak <= program.capacity), "not a solution"

@@ -140,7 +140,9 @@ def combine_best(flat: Flat, base: np.ndarray, other: np.ndarray, options: CpOpt
     coarse = max(1, flat.capacity // BIGGEST_WEIGHT)
     for _ in range(MOST_SOLVES):
         run = run_solver(model, options)
-        if run.status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or run.interrupted:
+        if run.interrupted:
+            raise KeyboardInterrupt
+        if run.status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return base
         taken = np.array([run.solver.boolean_value(t) for t in take])
         excess = used + changes[taken].sum(axis=0) - flat.capacity
