@@ -6,7 +6,7 @@ import pytest
 
 import autoshard_ilp as autoshard
 from autoshard_ilp import step as step_module
-from explore_models import MESH, OPTIONS
+from explore_models import MESH, OPTIONS, deep
 from explore_models import mlp as build
 
 
@@ -149,3 +149,19 @@ def test_a_baseline_stays_one(plan):
 def test_options_that_make_no_sense(plan, change, error):
     with pytest.raises(error):
         plan.what_if(**change)
+
+
+@pytest.mark.slow
+def test_less_memory_than_without_recomputation():
+    """The search for recomputed blocks is that of optimize; nothing in between is kept."""
+    options = {"hardware": "tpu-v5e", "batch_size": 4096, "solver": autoshard.SolverOptions(time_limit=10.0)}
+    start = autoshard.optimize(deep, {"data": 2}, **options)
+    with pytest.raises(autoshard.InfeasibleError) as caught:
+        start.what_if(memory_budget=1000, remat="never")
+    budget = int(0.97 * caught.value.minimum_budget)
+    there, direct = start.what_if(memory_budget=budget), autoshard.optimize(deep, {"data": 2}, budget, **options)
+    assert there.remat_policy == direct.remat_policy != "never" and there.memory.peak_bytes <= budget
+    assert there.cost.total_s == pytest.approx(direct.cost.total_s, rel=1e-9)
+    assert {f.step.remat for f in there.trail.failures} <= set(there.trail.policies)
+    back = there.what_if(memory_budget="16GB")
+    assert back.remat_policy == "never" and back.cost.total_s == pytest.approx(start.cost.total_s, rel=1e-9)

@@ -171,13 +171,19 @@ def _search(
     def tried(policy: str) -> Plan | Failure:
         with progress.stage("graph"):
             graph = step(policy)
-        return attempt(graph, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
+        answer = attempt(graph, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
+        return answer if policy in policies else without_tables(answer)
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
     found = search(policies, tried, blocks, limit, share=recomputed_share)
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)
+
+
+def without_tables(answer: Plan | Failure) -> Plan | Failure:
+    """A failure of the search between policies says only that it failed: its tables would hold much memory."""
+    return answer if isinstance(answer, Plan) else replace(answer, table=None, built=None)
 
 
 def with_history(plan: Plan, policies: Sequence[str], failures: Sequence[Failure]) -> Plan:

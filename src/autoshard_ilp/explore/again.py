@@ -257,7 +257,7 @@ def plan_of(problem: Problem, solution: Any, progress: Any, like: Any) -> Any:
 class FailedProblem(Failure):
     """A failure that remembers its problem, for the next question."""
 
-    problem: Problem
+    problem: Problem | None
 
 
 def failure_of(problem: Problem, solution: Any) -> FailedProblem:

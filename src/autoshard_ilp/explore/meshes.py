@@ -19,7 +19,7 @@ from autoshard_ilp.explore.meshes_table import Candidate, MeshSearch
 from autoshard_ilp.explore.source import Source
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.rematsearch import search
+from autoshard_ilp.rematsearch import recomputed_share, search
 
 AXIS_NAMES = ("replica", "data", "model")
 RANKS = ("time", "price")
@@ -259,12 +259,19 @@ class Search:
                 known = Known((relaxed.choices,), relaxed.lower_bound)
             solution = self._watched(solved(problem, self.progress, known))
             if solution.choices is None or solution.status == "infeasible":
-                return failure_of(problem, solution)
+                failed = failure_of(problem, solution)
+                return failed if policy in self.policies else replace(failed, table=None, built=None, problem=None)
             plan = plan_of(problem, solution, Progress(False), self.source)
             solutions[plan.remat_policy] = (problem, solution)
             return plan
 
-        found = search(self.policies, tried, lambda f: f.step.blocks, one.request.solver.time_limit)
+        found = search(
+            self.policies,
+            tried,
+            lambda f: f.step.blocks,
+            one.request.solver.time_limit,
+            share=recomputed_share,
+        )
         if found.plan is None:
             return self._failed(one, found.failures)
         return self._solved(one.candidate, *solutions[found.plan.remat_policy])

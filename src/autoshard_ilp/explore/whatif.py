@@ -107,14 +107,18 @@ class _Attempt:
 def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress) -> Plan:
     """The plan under new options, with as little rematerialisation as fits."""
     from autoshard_ilp import api
-    from autoshard_ilp.rematsearch import search
+    from autoshard_ilp.rematsearch import recomputed_share, search
 
     known = _attempts(plan)
+
+    def tried(policy: str) -> Any:
+        answer = _again(plan, known.get(policy), policy, request, progress)
+        if isinstance(answer, Plan) or policy in policies:
+            return answer
+        return replace(answer, table=None, built=None, problem=None)  # only that it failed matters
+
     found = search(
-        policies,
-        lambda policy: _again(plan, known.get(policy), policy, request, progress),
-        lambda failed: failed.step.blocks,
-        request.solver.time_limit,
+        policies, tried, lambda failed: failed.step.blocks, request.solver.time_limit, share=recomputed_share
     )
     if found.plan is None:
         raise api.infeasible(found.failures, request)
