@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from autoshard_ilp.api import optimize as optimize
     from autoshard_ilp.baselines import baseline as baseline
     from autoshard_ilp.calibration.calibrate import calibrate as calibrate
-    from autoshard_ilp.checkpoint import restore_checkpoint as restore_checkpoint
-    from autoshard_ilp.checkpoint import save_checkpoint as save_checkpoint
+    from autoshard_ilp.checkpoint.restoring import restore_checkpoint as restore_checkpoint
+    from autoshard_ilp.checkpoint.saving import save_checkpoint as save_checkpoint
     from autoshard_ilp.costs.profile import HardwareProfile as HardwareProfile
     from autoshard_ilp.costs.profile import load_profile as profile  # noqa: F401
     from autoshard_ilp.costs.profile import profiles as profiles
@@ -50,8 +50,8 @@ _LAZY = {
     "load": ("autoshard_ilp.api", "load"),
     "calibrate": ("autoshard_ilp.calibration.calibrate", "calibrate"),
     "baseline": ("autoshard_ilp.baselines", "baseline"),
-    "save_checkpoint": ("autoshard_ilp.checkpoint", "save_checkpoint"),
-    "restore_checkpoint": ("autoshard_ilp.checkpoint", "restore_checkpoint"),
+    "save_checkpoint": ("autoshard_ilp.checkpoint.saving", "save_checkpoint"),
+    "restore_checkpoint": ("autoshard_ilp.checkpoint.restoring", "restore_checkpoint"),
     "search_mesh": ("autoshard_ilp.explore.meshes", "search_mesh"),
     "smallest_slice": ("autoshard_ilp.explore.sizing", "smallest_slice"),
     "largest_batch": ("autoshard_ilp.explore.sizing", "largest_batch"),
