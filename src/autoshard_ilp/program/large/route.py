@@ -12,6 +12,7 @@ from autoshard_ilp.program.model import Program
 from autoshard_ilp.program.search import Search
 
 LARGE_NODES = 5000  # from here on, the exact route's work per node in Python takes longer than the large route's all
+PLAN_NODES = 20_000  # the same where edges hold bytes
 MOST_CELLS = 60_000_000  # tables over strategies beyond this do not fit in memory twice
 EXACT_SHARE = 0.3  # of the time limit, for the exact route alone
 
@@ -42,7 +43,7 @@ def solve_in_turn(search: Search, exact: Callable[[Search], bool]) -> bool:
     """
     program = search.program
     tied_bytes = any(e.bytes is not None for e in program.edges)  # the large route spells them out, which takes long
-    if cells(program) > MOST_CELLS or (tied_bytes and len(program.nodes) < LARGE_NODES):
+    if cells(program) > MOST_CELLS or (tied_bytes and len(program.nodes) < PLAN_NODES):
         return exact(search)
     if len(program.nodes) < LARGE_NODES:
         whole = search.options
