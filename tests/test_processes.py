@@ -70,7 +70,7 @@ def check_equal(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     first = found[0]["training"]
     assert {r["training"]["fingerprint"] for r in found} == {alone["training"]["fingerprint"]}
     assert [r["training"]["planned here"] for r in found] == [True] + [False] * (len(found) - 1)
-    assert "up/kernel" in first["sharded"] and first["devices"] == alone["training"]["devices"]
+    assert "up/kernel" in first["sharded"] and len(first["devices"]) == len(alone["training"]["devices"])
     assert {r["bare"]["of function"] for r in found} == {alone["bare"]["of function"]}
     for result in found:
         for name, values in alone["training"]["history"].items():
