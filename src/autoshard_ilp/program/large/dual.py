@@ -51,6 +51,7 @@ class Dual:
         f = self.graph.flat
         self.prices = np.zeros(len(self.graph.room))
         self.next = self.prices
+        self.proposal: np.ndarray | None = None  # prices to try next, from another search
         self.messages = np.zeros(self.graph.moff[-1])
         self.hat = np.zeros(int(f.counts.max(initial=1)))
         self.x = np.zeros(f.nodes, np.int64)
@@ -74,7 +75,10 @@ class Dual:
 
     def step(self) -> np.ndarray:
         """One price vector: sweep, cut, move. Returns the decoded assignment (which may not fit)."""
-        better = self._evaluate(self.next, SWEEPS if self.steps else 3 * SWEEPS)
+        proposal, self.proposal = self.proposal, None
+        if proposal is not None:
+            self.next = proposal
+        better = self._evaluate(self.next, SWEEPS if self.steps and proposal is None else 3 * SWEEPS)
         self.add_cut(self.x)
         self.steps += 1
         if better:
@@ -140,12 +144,17 @@ class Dual:
         rows = np.fromiter(self.rows, np.int64)
         costs = np.array([c for c, _ in self.cuts])
         slopes = np.array([g[rows] for _, g in self.cuts])
+        rest = self.prices.copy()  # of the other rows: they move together, by one factor
+        rest[rows] = 0.0
         unit = max(abs(self.bound), float(np.abs(costs).min()), 1e-300)
         center = self.prices[rows] * self.scale / unit
         low, high = center / self.spread, center * self.spread + self.birth
         low[low < self.birth] = 0.0
+        together = np.array([float(g @ rest) for _, g in self.cuts]) * self.scale / unit
+        slopes = np.hstack((slopes, together[:, None]))
+        low, high = np.append(low, 1.0 / self.spread), np.append(high, self.spread)
         result = linprog(
-            np.concatenate(([-1.0], np.zeros(len(rows)))),
+            np.concatenate(([-1.0], np.zeros(len(low)))),
             A_ub=np.hstack((np.ones((len(costs), 1)), -slopes)),
             b_ub=costs / unit,
             bounds=[(None, None), *zip(low.tolist(), high.tolist(), strict=True)],
@@ -154,8 +163,8 @@ class Dual:
         if result.x is None:
             self.spread, self.birth = WIDEST, FIRST_STEP
             return self.prices, math.inf
-        prices = np.zeros(len(self.room))
-        prices[rows] = np.maximum(0.0, result.x[1:]) * unit / self.scale
+        prices = rest * max(0.0, result.x[-1])
+        prices[rows] = np.maximum(0.0, result.x[1:-1]) * unit / self.scale
         if len(self.cuts) > MOST_CUTS:
             tight = np.argsort(result.slack, kind="stable")[: MOST_CUTS * 3 // 4].tolist()
             kept = sorted({*tight, *range(len(self.cuts) - 20, len(self.cuts))})

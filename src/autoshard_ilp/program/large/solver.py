@@ -26,6 +26,8 @@ from autoshard_ilp.program.net import EmptyNodeError
 from autoshard_ilp.program.search import Search
 
 SLICE_SECONDS = 0.25
+PROPOSE = 1e-3  # relative rise of the bound for which the dual takes over the walk's prices
+STUCK_STEPS = 15  # .. if it has not got further itself for so long
 DUAL_STEPS = 10  # between two turns of search in the second thread, once the bound hardly rises
 RELATIVE_MARGIN = 1e-9  # a value goes only when its bound exceeds the best cost by this
 SHRINK = 0.8  # reduce again when at most this part of the values is left
@@ -153,6 +155,9 @@ class LargeSolver:
                 for walk in (main.walk, helper.walk):
                     np.maximum(stage.dual.value_bounds, walk.value_bounds, out=stage.dual.value_bounds)
                     search.prove(min(walk.bound, search.upper))
+                    stuck = stage.dual.steps - stage.dual.last_rise > STUCK_STEPS
+                    if stuck and walk.bound > stage.dual.bound + PROPOSE * abs(stage.dual.bound):
+                        stage.dual.proposal = walk.best_prices
                 if np.count_nonzero(self._alive(stage)) < SHRINK * len(flat.cost):
                     return "shrink"
             small = len(flat.cost) <= EXACT_VALUES and len(flat.table) <= EXACT_CELLS

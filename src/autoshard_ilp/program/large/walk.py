@@ -36,6 +36,7 @@ class PriceWalk:
         self.excess = np.zeros(len(f.cost))
         self.value_bounds = np.full(len(f.cost), -np.inf)
         self.bound = -math.inf
+        self.best_prices = self.prices
         self.steps = 0
         self.room = graph.room.astype(np.float64)
         self.scale = float(max(1, f.capacity))
@@ -53,7 +54,8 @@ class PriceWalk:
             )
         offset = float(self.prices @ self.room)
         np.maximum(self.value_bounds, before - offset + self.excess, out=self.value_bounds)
-        self.bound = max(self.bound, bound - offset)
+        if bound - offset > self.bound:
+            self.bound, self.best_prices = bound - offset, self.prices.copy()
         self._move(bound)
         return self.x.copy()
 
