@@ -141,7 +141,6 @@ def test_a_batch_size_agrees_with_the_inputs() -> None:
         ([("data", 2), ("data", 4)], "'data', 'data'"),
         ("data=2", "data=2"),
         (8, "8"),
-        (None, "None"),
     ],
 )
 def test_a_mesh_has_unique_axes_of_positive_size(mesh: Any, part: str) -> None:
