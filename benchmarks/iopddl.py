@@ -163,7 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, help="threads of CP-SAT (default: 8)")
     args = parser.parse_args(arguments)
     output = Output(args.output, process_started())
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT):  # a shell's background jobs start with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     cut_off(output, args.time_limit + GRACE_SECONDS)
     loading = threading.Thread(target=compile_kernels, name="compile", daemon=True)
     loading.start()
