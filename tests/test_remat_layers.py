@@ -148,6 +148,14 @@ def test_recomputation_that_costs_nothing_is_not_reduced(any_plan: Plan) -> None
     )
 
 
+def test_an_open_gap_larger_than_what_fewer_blocks_save_ends_the_search(any_plan: Plan) -> None:
+    for gap, searched in ((0.1, False), (0.01, True)):
+        planner = _Planner(16, 12, replace(any_plan, gap=gap))
+        slow = itertools.count(0.0, 20.0)
+        search(POLICIES, planner, lambda failed: 16, 1e6, lambda: next(slow), share=lambda plan: 0.05)
+        assert (len(planner.asked) > 2) is searched
+
+
 def test_the_search_ends_with_its_time(any_plan: Plan) -> None:
     ticks = iter(range(100))
     found = search(POLICIES, _Planner(1024, 1000.0, any_plan), lambda failed: 1024, 1.5, lambda: float(next(ticks)))

@@ -67,7 +67,8 @@ def search(
         blocks_of: number of blocks, from the failure of "never".
         time_limit: seconds after the first plan that fits during which fewer blocks are tried.
         clock: seconds that only grow.
-        share: share of a plan's step that recomputation takes; below :data:`LEAST_SHARE` fewer blocks are not tried.
+        share: share of a plan's step that recomputation takes; where planning takes long and this is below
+            :data:`LEAST_SHARE` or below the plan's gap, fewer blocks are not tried.
     """
     found = Found()
     smaller = "never"
@@ -82,7 +83,8 @@ def search(
         found.plan = answer
         if policy != "never" and found.failures and policies[0] == "never":
             n_blocks = blocks_of(found.failures[0])
-            if took <= QUICK_SECONDS or share(answer) >= LEAST_SHARE:
+            # A gap left open after a long solve is more than all that fewer blocks could save.
+            if took <= QUICK_SECONDS or share(answer) >= max(LEAST_SHARE, answer.gap):
                 _fewer_blocks(found, policy, smaller, tried, n_blocks, clock() + time_limit, clock)
             else:
                 note = (
