@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -152,7 +153,8 @@ def test_an_open_gap_larger_than_what_fewer_blocks_save_ends_the_search(any_plan
     for gap, searched in ((0.1, False), (0.01, True)):
         planner = _Planner(16, 12, replace(any_plan, gap=gap))
         slow = itertools.count(0.0, 20.0)
-        search(POLICIES, planner, lambda failed: 16, 1e6, lambda: next(slow), share=lambda plan: 0.05)
+        clock = functools.partial(next, slow)
+        search(POLICIES, planner, lambda failed: 16, 1e6, clock, share=lambda plan: 0.05)
         assert (len(planner.asked) > 2) is searched
 
 
