@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -38,6 +39,21 @@ def in_own_process(driver: str, case: str, extra: Sequence[str] = (), timeout_se
             return json.loads(answer.read_text())
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         return [{"case": case, "status": f"failed: {last[:200]}"}]
+
+
+def driver_parser(description: str | None) -> argparse.ArgumentParser:
+    """What the drivers of whole cases have in common; ``--case`` and ``--answer`` are for :func:`in_own_process`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="one tiny case, printed only")
+    parser.add_argument("--only", default="", help="cases whose name contains one of these texts, with commas")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    return parser
+
+
+def matching(names: Iterable[str], only: str) -> list[str]:
+    """The names that contain one of the texts in ``only`` (separated by commas; the empty one is in all)."""
+    return [name for name in names if any(text in name for text in only.split(","))]
 
 
 def answer(path: str, rows: list[Row]) -> None:

@@ -6,13 +6,12 @@ python benchmarks/growth.py --smoke    # one tiny case, printed only; see --help
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 from cases import GROWTH, SMOKE
-from common import in_own_process, machine, result_file, table
+from common import driver_parser, in_own_process, machine, matching, result_file, table
 from plan_speed import COLUMNS
 
 DRIVER = str(Path(__file__).with_name("plan_speed.py"))
@@ -31,14 +30,12 @@ def report(rows: list[dict[str, Any]], time_limit: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="one tiny case, printed only")
-    parser.add_argument("--only", default="", help="cases whose name contains one of these texts, with commas")
+    parser = driver_parser(__doc__)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver")
     parser.add_argument("--output", type=Path, help="file to write; partial runs are only printed without it")
     options = parser.parse_args()
     output = options.output or (None if options.smoke or options.only else result_file("growth"))
-    names = [*SMOKE] if options.smoke else [n for n in GROWTH if any(text in n for text in options.only.split(","))]
+    names = list(SMOKE) if options.smoke else matching(GROWTH, options.only)
     rows: list[dict[str, Any]] = []
     for name in names:
         grows, _, size = name.partition(" / ")

@@ -7,7 +7,6 @@ python benchmarks/measured_steps.py --smoke              # one tiny model on the
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import answer, import_everything, in_own_process, machine, result_file, table
+from common import answer, driver_parser, import_everything, in_own_process, machine, matching, result_file, table
 
 MESH = {"data": 2, "model": 4}
 COLUMNS = {
@@ -222,13 +221,9 @@ def calibrated(path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="one model, three steps, printed only")
-    parser.add_argument("--only", default="", help="models whose name contains one of these texts, with commas")
+    parser = driver_parser(__doc__)
     parser.add_argument("--profile", type=Path, help="a profile of these devices; default: calibrate now")
     parser.add_argument("--steps", type=int, default=20, help="timed steps per plan")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         answer(options.answer, measure(options.case, str(options.profile), options.steps))
@@ -238,7 +233,7 @@ def main() -> int:
     if profile is None and output is not None:
         profile = output.with_name("cpu-8-measured.toml")
         calibrated(profile)
-    names = ["narrow_mlp"] if options.smoke else [n for n in MODELS if any(t in n for t in options.only.split(","))]
+    names = ["narrow_mlp"] if options.smoke else matching(MODELS, options.only)
     rows: list[dict[str, Any]] = []
     for name in names:
         steps = 3 if options.smoke else options.steps

@@ -7,14 +7,13 @@ python benchmarks/plan_quality.py --only llama --smoke     # see --help
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from cases import CASES, QUALITY, SMOKE
-from common import answer, import_everything, in_own_process, machine, result_file, table
+from common import answer, driver_parser, import_everything, in_own_process, machine, matching, result_file, table
 from propagation import Propagated
 
 PROPAGATED = ("fsdp", "megatron")
@@ -157,23 +156,15 @@ def report(rows: list[dict[str, Any]], target: str | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="one tiny case, printed only")
-    parser.add_argument("--only", default="", help="cases whose name contains one of these texts, with commas")
+    parser = driver_parser(__doc__)
     parser.add_argument("--compile", metavar="TARGET", help='compile the plans of this target\'s cases, e.g. "h100:8"')
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver, per plan")
     parser.add_argument("--output", type=Path, help="file to write; partial runs are only printed without it")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         answer(options.answer, measure(options.case, options.time_limit, options.compile))
         return 0
-    names = (
-        list(SMOKE)
-        if options.smoke
-        else [name for name in QUALITY if any(text in name for text in options.only.split(","))]
-    )
+    names = list(SMOKE) if options.smoke else matching(QUALITY, options.only)
     extra = ["--time-limit", str(options.time_limit)]
     if options.compile:
         chip = options.compile.partition(":")[0]

@@ -7,14 +7,23 @@ python benchmarks/plan_speed.py --smoke         # one tiny case, printed only
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from cases import CASES, SMOKE, SPEED
-from common import answer, import_everything, in_own_process, machine, peak_process_bytes, result_file, table
+from common import (
+    answer,
+    driver_parser,
+    import_everything,
+    in_own_process,
+    machine,
+    matching,
+    peak_process_bytes,
+    result_file,
+    table,
+)
 
 STAGES = ("trace", "graph", "strategies", "costs", "presolve", "solve")
 COLUMNS = {
@@ -79,24 +88,16 @@ def report(rows: list[dict[str, Any]], time_limit: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="one tiny case, printed only")
-    parser.add_argument("--only", default="", help="cases whose name contains one of these texts, with commas")
+    parser = driver_parser(__doc__)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver")
     parser.add_argument("--output", type=Path, help="file to write; partial runs are only printed without it")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         answer(options.answer, [measure(options.case, options.time_limit)])
         return 0
     output = options.output or (None if options.smoke or options.only else result_file("plan_speed"))
     rows: list[dict[str, Any]] = []
-    names = (
-        list(SMOKE)
-        if options.smoke
-        else [name for name in SPEED if any(text in name for text in options.only.split(","))]
-    )
+    names = list(SMOKE) if options.smoke else matching(SPEED, options.only)
     for name in names:
         rows += in_own_process(__file__, name, ["--time-limit", str(options.time_limit)])
         print(table(rows[-1:], COLUMNS).splitlines()[-1], flush=True)

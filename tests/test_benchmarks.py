@@ -16,18 +16,25 @@ def table_rows(text):
     return [dict(zip(header, (c.strip() for c in line.strip("|").split("|")), strict=True)) for line in lines[1:]]
 
 
-@pytest.mark.parametrize("driver", ["plan_speed.py", "plan_quality.py"])
-def test_smoke(driver, tmp_path):
+def smoke(driver, folder):
+    """What a driver prints of its smallest case, run from ``folder``, where it must leave nothing."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / driver), "--smoke"],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = table_rows(done.stdout[done.stdout.index("# Plan") :])
+    assert not list(folder.iterdir())
+    return done.stdout
+
+
+@pytest.mark.parametrize("driver", ["plan_speed.py", "plan_quality.py"])
+def test_smoke(driver, tmp_path):
+    printed = smoke(driver, tmp_path)
+    rows = table_rows(printed[printed.index("# Plan") :])
     if driver == "plan_speed.py":
         assert [(row["case"], row["status"], row["gap"]) for row in rows] == [("mlp", "optimal", "0.00%")]
         assert float(rows[0]["total s"]) >= float(rows[0]["trace s"]) > 0
@@ -35,20 +42,10 @@ def test_smoke(driver, tmp_path):
         by_plan = {row["plan"]: row for row in rows}
         assert by_plan["optimize"]["status"] == "optimal" and by_plan["keras_hub"]["status"] == "no layout map"
         assert all(float(row["x optimum"]) >= 1 for row in rows if row["x optimum"])
-    assert not list(tmp_path.iterdir())
 
 
 def test_measured_steps_smoke(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "measured_steps.py"), "--smoke"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = table_rows(done.stdout[done.stdout.index("## narrow_mlp") :])
+    printed = smoke("measured_steps.py", tmp_path)
+    rows = table_rows(printed[printed.index("## narrow_mlp") :])
     assert rows[0]["plan"] == "optimize" and len(rows) >= 5
     assert all(float(row["measured ms"]) > 0 and float(row["predicted ms"]) > 0 for row in rows)
-    assert not list(tmp_path.iterdir())
