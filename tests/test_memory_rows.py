@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from autoshard_ilp.program import brute_force, minimum_capacity, solve
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.capacity import Room, least_over_spans
+from autoshard_ilp.program.constrained import Constrained
 from autoshard_ilp.program.memory import Owners
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.presolve import STEPS, Presolve
 from autoshard_ilp.program.prices import PricedRows
 from autoshard_ilp.program.reduce import compress
-from program_cases import programs
+from program_cases import programs, random_program
 from training_case import training_step
 
 OPTIONS = SolverOptions(time_limit=120.0)
@@ -217,3 +218,34 @@ def test_same_seed_same_plan_under_memory() -> None:
     assert first.status == second.status == "optimal"
     assert first.choices is not None and second.choices is not None
     assert first.choices.tolist() == second.choices.tolist()
+
+
+def test_a_gap_that_was_asked_for_stays_in_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CP-SAT leaves a branch within the gap: what it did not look at there must not count as proved."""
+    asked = 0
+
+    def small(net: Net) -> bool:  # the root never, so that it is branched on; its parts always
+        nonlocal asked
+        asked += 1
+        return asked > 1
+
+    monkeypatch.setattr(Constrained, "small", staticmethod(small))
+    branched = 0
+    for seed in range(16):
+        asked = 0
+        program = random_program(seed, 9, "random", "plain", forbidden=0.05, memory=True)
+        free = solve(dataclasses.replace(program, capacity=None), SolverOptions(time_limit=20))
+        if free.choices is None:
+            continue
+        least = minimum_capacity(program, SolverOptions(time_limit=20))[0]
+        if free.peak_bytes <= least:
+            continue
+        tight = dataclasses.replace(program, capacity=(least + free.peak_bytes) // 2)
+        best = brute_force(tight)
+        found = solve(tight, SolverOptions(time_limit=20, relative_gap=0.4))
+        branched += asked > 1
+        assert found.lower_bound <= best.objective * (1 + 1e-9), seed
+        assert found.objective <= best.objective * (1 / (1 - 0.4) + 1e-9), seed
+        if found.status == "optimal":
+            assert found.objective == pytest.approx(best.objective, rel=1e-9), seed
+    assert branched, "no case reached the branches"

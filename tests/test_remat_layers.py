@@ -93,7 +93,7 @@ class _Planner:
     kept: dict[str, float] = field(default_factory=lambda: {"never": 1.0, "selective": 0.5, "full": 0.1})
     asked: list[str] = field(default_factory=list)
 
-    def __call__(self, text: str) -> Any:
+    def __call__(self, text: str, seconds: float = 1.0) -> Any:
         self.asked.append(text)
         policy = parse_policy(text)
         chosen = [policy.of(i) for i in range(self.n_blocks)]

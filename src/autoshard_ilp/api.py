@@ -10,6 +10,7 @@ from autoshard_ilp.agreement import facts_of_step, planned_once
 from autoshard_ilp.costs.overlap import overlap_notes
 from autoshard_ilp.errors import InfeasibleError, InputShapeError, ProfileError, UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
+from autoshard_ilp.halving import solve_halved, within
 from autoshard_ilp.mesh import MeshSpec, as_mesh
 from autoshard_ilp.pins import Allowed, Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
@@ -168,10 +169,13 @@ def plan_traced(
 def _search(
     traced: Any, request: Request, progress: Progress, policies: Sequence[str], step: Callable[[str], Step]
 ) -> Plan:
-    def tried(policy: str) -> Plan | Failure:
+    def tried(policy: str, seconds: float) -> Plan | Failure:
         with progress.stage("graph"):
             graph = step(policy)
-        answer = attempt(graph, traced, request, progress, mode=traced.mode, batch_size=traced.batch_size)
+        timed = replace(request, solver=within(request.solver, seconds))
+        answer = attempt(graph, traced, timed, progress, mode=traced.mode, batch_size=traced.batch_size)
+        if isinstance(answer, Plan) and answer.trail is not None:  # the next question has the whole time again
+            answer = replace(answer, trail=replace(answer.trail, request=request, priced=request))
         return answer if policy in policies else without_tables(answer)
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
@@ -270,15 +274,37 @@ def attempt(
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``."""
     from autoshard_ilp.program import solve
 
-    with progress.stage("strategies"):
-        table, pinned = price(step.graph, request)
-    with progress.stage("costs"):
-        built = build(step, infos, table, request)
-    with progress.stage("solve"):
-        solution = solve(built.program, request.solver, on_progress=progress.tell)
+    def priced(halved: bool) -> _Priced:
+        with progress.stage("strategies"):
+            table, pinned = price(step.graph, request, halved)
+        with progress.stage("costs"):
+            return _Priced(table, build(step, infos, table, request), pinned)
+
+    def solved(problem: _Priced, hint: Any, seconds: float, rows_seconds: float | None) -> Any:
+        options = within(request.solver, seconds)
+        with progress.stage("solve"):
+            return solve(problem.program, options, hint=hint, rows_seconds=rows_seconds, on_progress=progress.tell)
+
+    found, solution, notes = solve_halved(priced(False), solved, lambda: priced(True), request.solver.time_limit)
+    table, built = found.table, found.built
     if solution.status == "infeasible" or solution.choices is None:
-        return Failure(step, infos, table, built, solution, pinned)
-    return assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
+        return Failure(step, infos, table, built, solution, found.pinned)
+    plan = assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+@dataclass(frozen=True, eq=False)
+class _Priced:
+    """A cost table and the program built from it."""
+
+    table: Any
+    built: Any
+    pinned: Pinned
+
+    @property
+    def program(self) -> Any:
+        """The program, as :func:`autoshard_ilp.halving.solve_halved` wants it."""
+        return self.built.program
 
 
 @collector_paused()
@@ -299,8 +325,8 @@ def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **op
 
 
 @collector_paused()
-def price(graph: Any, request: Request) -> tuple[Any, Pinned]:
-    """The cost table of a graph, and the pins it honours."""
+def price(graph: Any, request: Request, halved: bool = False) -> tuple[Any, Pinned]:
+    """The cost table of a graph, and the pins it honours; ``halved`` as in :func:`build_table`."""
     from autoshard_ilp.costs.collectives import CollectiveCosts
     from autoshard_ilp.costs.table import build_table
     from autoshard_ilp.costs.topology import MeshLinks
@@ -323,6 +349,7 @@ def price(graph: Any, request: Request) -> tuple[Any, Pinned]:
         restriction=pinned.restrict,
         restriction_key=pinned.key,
         fold_layers=request.solver.fold_layers,
+        halved=halved,
     )
     if table.unknown and request.solver.strict:
         raise UnsupportedModelError(
@@ -414,7 +441,8 @@ def assemble(
     timings["solve"] = max(0.0, timings.get("solve", 0.0) - timings["presolve"])
     notes: tuple[str, ...] = ()
     if any(len(c.members) > 1 for c in table.classes):
-        notes = ("Repeated layers share one decision; optimality is proved for that problem.",)
+        shared = "share two decisions, one for each half of them" if table.halved else "share one decision"
+        notes = (f"Repeated layers {shared}; optimality is proved for that problem.",)
     notes = (*notes, *loop_notes(graph), *overlap_notes(cost.compute_s, cost.hidden_s, request.profile))
     return Plan(
         mesh=request.mesh,
@@ -435,7 +463,7 @@ def assemble(
         unknown=table.unknown,
         notes=notes,
         course=course_of(built, table, choices),
-        origin={**_recipe(request), **origin},
+        origin={**_recipe(request), **({"halved": True} if table.halved else {}), **origin},
         signature=signature_of(step),
         remat_policy=step.remat,
         remat=recomputed_layers(graph),

@@ -29,6 +29,12 @@ LEAST_SHARE = 0.005
 QUICK_SECONDS = 10.0
 """A search is long when one plan takes more than this."""
 
+FIRST_PART = 0.6
+"""Of the time left: what a plan that recomputes all blocks may take, when fewer are tried after it."""
+
+LEAST_PART = 0.25
+"""Of the time limit: what every policy may take at least."""
+
 
 def recomputed_share(plan: Plan) -> float:
     """Share of a plan's predicted step that recomputed operations take, their collectives included."""
@@ -52,7 +58,7 @@ class Found:
 
 def search(
     policies: Sequence[str],
-    tried: Callable[[str], Any],
+    tried: Callable[[str, float], Any],
     blocks_of: Callable[[Any], int],
     time_limit: float,
     clock: Callable[[], float] = time.monotonic,
@@ -63,29 +69,31 @@ def search(
     Args:
         policies: allowed ones, from the fastest to the smallest; with "never" among them, the number of recomputed
             blocks is searched for.
-        tried: policy text -> plan, or a failure where none fits.
+        tried: policy text and most seconds to solve -> plan, or a failure where none fits.
         blocks_of: number of blocks, from the failure of "never".
-        time_limit: seconds after the first plan that fits during which fewer blocks are tried.
+        time_limit: seconds of solving, of all policies together; a first plan that fits is looked for in any case.
         clock: seconds that only grow.
         share: share of a plan's step that recomputation takes; where planning takes long and this is below
             :data:`LEAST_SHARE` or below the plan's gap, fewer blocks are not tried.
     """
     found = Found()
-    smaller = "never"
+    smaller, deadline = "never", clock() + time_limit
     for policy in policies:
+        fewer = policy != "never" and bool(found.failures) and policies[0] == "never"
         began = clock()
-        answer = tried(policy)
+        left = max(deadline - began, LEAST_PART * time_limit)
+        answer = tried(policy, FIRST_PART * left if fewer else left)
         took = clock() - began
         if not isinstance(answer, Plan):
             found.failures.append(answer)
             smaller = policy
             continue
         found.plan = answer
-        if policy != "never" and found.failures and policies[0] == "never":
+        if fewer:
             n_blocks = blocks_of(found.failures[0])
             # A gap left open after a long solve is more than all that fewer blocks could save.
             if took <= QUICK_SECONDS or share(answer) >= max(LEAST_SHARE, answer.gap):
-                _fewer_blocks(found, policy, smaller, tried, n_blocks, clock() + time_limit, clock)
+                _fewer_blocks(found, policy, smaller, tried, n_blocks, deadline, clock)
             else:
                 note = (
                     f"Recomputation ({policy}): it takes {share(answer):.1%} of the step, fewer blocks were not tried."
@@ -95,11 +103,17 @@ def search(
     return found
 
 
+def _proved(failure: Any) -> bool:
+    """Whether it is proved that nothing fits, rather than that nothing was found in time."""
+    solution = getattr(failure, "solution", None)
+    return solution is None or solution.status == "infeasible"
+
+
 def _fewer_blocks(
     found: Found,
     policy: str,
     rest: str,
-    tried: Callable[[str], Any],
+    tried: Callable[[str, float], Any],
     n_blocks: int,
     deadline: float,
     clock: Callable[[], float],
@@ -109,13 +123,15 @@ def _fewer_blocks(
     best, low, high = found.plan, 0, n_blocks
     while high - low > 1 and clock() < deadline:
         middle = (low + high) // 2
-        answer = tried(str(Policy(policy, middle, rest)))
+        answer = tried(str(Policy(policy, middle, rest)), deadline - clock())
         if isinstance(answer, Plan):
             high = middle
             best = min(best, answer, key=lambda p: p.cost.total_s)
-        else:
+        elif _proved(answer):
             low = middle
             found.failures.append(answer)
+        else:
+            break  # out of time
     searched = "fewer do not fit" if high - low == 1 else f"{low} do not fit, what lies between was not tried in time"
     note = f"Recomputation ({best.remat_policy}): {high} of {n_blocks} blocks fit, {searched}."
     found.plan = replace(best, notes=(*best.notes, note))

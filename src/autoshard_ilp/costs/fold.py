@@ -6,11 +6,16 @@ shorter than a layer tells its operations apart, yet ends within the first and t
 
 Tying is a restriction: every tied assignment is a valid assignment of the whole step, with exactly the cost of its
 parts times their number. The plan's optimality is proved for the tied problem and says so.
+
+Where memory binds, one decision for all layers is coarse: it moves gigabytes at once. :func:`halves` loosens the tie:
+the first half of the layers decides for itself, and so does the second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+
+import numpy as np
 
 WINDOW = 40
 """Operations looked at on either side."""
@@ -46,3 +51,26 @@ def fold(signatures: Sequence[Hashable], windows: Sequence[int]) -> list[int]:
         key = (code, i - start, stop - i, digest(start, i), digest(i, stop))
         result.append(classes.setdefault(key, len(classes)))
     return result
+
+
+LEAST_HALVED = 4
+"""Classes with fewer members stay whole."""
+
+
+def halves(classes: Sequence[int], backward: Sequence[bool]) -> list[int]:
+    """Finer classes: of each, the members in the first half of the layers, and those in the second.
+
+    Args:
+        classes: class of each operation, in program order.
+        backward: whether an operation is part of the backward pass, which walks the layers from the last to the first.
+    """
+    whole = np.asarray(classes, np.int64)
+    order = np.argsort(whole, kind="stable")
+    count = np.bincount(whole)
+    start = np.concatenate(([0], np.cumsum(count)))
+    place = np.empty(len(whole), np.int64)  # among the members of its class, by layer
+    place[order] = np.arange(len(whole)) - start[whole[order]]
+    size = count[whole]
+    place = np.where(np.asarray(backward, bool), size - 1 - place, place)
+    second = (size >= LEAST_HALVED) & (2 * place >= size)
+    return (whole + second * len(count)).tolist()

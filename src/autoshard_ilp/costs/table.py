@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs import compute
-from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold
+from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold, halves
 from autoshard_ilp.costs.memory import Buffers, analyse, is_computed_inside
 from autoshard_ilp.costs.reshard import CollectiveSeconds, ReshardTables
 from autoshard_ilp.deferral import Deferral, deferrals
@@ -91,6 +91,7 @@ class CostTable:
     flows: tuple[Flow, ...]
     reshard: ReshardTables
     unknown: tuple[str, ...] = field(default=())
+    halved: bool = False  # the first and the second half of the repeated layers are decided apart
 
 
 def build_table(
@@ -104,18 +105,20 @@ def build_table(
     restriction: Restriction | None = None,
     restriction_key: Callable[[Op], Any] = lambda op: None,
     fold_layers: bool = True,
+    halved: bool = False,
 ) -> CostTable:
     """Prices a graph on a mesh.
 
     Args:
         restriction: drops strategies that a pin forbids; ``restriction_key`` tells apart ops it treats differently.
         fold_layers: tie repeated layers to one decision.
+        halved: to two, one for either half of them.
     """
     buffers = analyse(graph, getattr(profile, "family", ""))
     views = [graph.view(op) for op in graph.ops]
     rules = _rules(views, rule_of)
     deferred = deferrals(graph, rules)
-    class_of = _classes(graph, buffers, views, rules, deferred, restriction_key, fold_layers)
+    class_of = _classes(graph, buffers, views, rules, deferred, restriction_key, fold_layers, halved)
     members: dict[int, list[int]] = {}
     for op_id, c in enumerate(class_of):
         members.setdefault(int(c), []).append(op_id)
@@ -128,7 +131,7 @@ def build_table(
     )
     flows = _flows(graph, class_of, classes)
     return CostTable(
-        graph, axis_names, axis_sizes, profile, collectives, buffers, classes, class_of, flows, reshard, unknown
+        graph, axis_names, axis_sizes, profile, collectives, buffers, classes, class_of, flows, reshard, unknown, halved
     )
 
 
@@ -158,6 +161,7 @@ def _classes(
     deferred: Sequence[Deferral],
     restriction_key: Callable[[Op], Any],
     fold_layers: bool,
+    halved: bool,
 ) -> np.ndarray:
     signatures: list[Any] = []
     texts = {key: str(rule) for key, rule in {id(rule): rule for rule in rules}.items()}
@@ -184,6 +188,8 @@ def _classes(
         )
     windows = [ARGUMENT_WINDOW if op.primitive in BOUNDARY else WINDOW for op in graph.ops]
     classes = fold(signatures, windows)
+    if halved:
+        classes = halves(classes, [op.phase == "backward" for op in graph.ops])
     for result, argument in graph.aliases:
         classes[result] = classes[argument]
     names: dict[int, int] = {}

@@ -20,6 +20,7 @@ import numpy as np
 
 from autoshard_ilp.api import Failure
 from autoshard_ilp.errors import InputShapeError, UnsupportedModelError
+from autoshard_ilp.halving import within
 from autoshard_ilp.pins import path_shapes, resolve_pins
 from autoshard_ilp.sharding import Layout
 
@@ -79,12 +80,12 @@ def narrower(a: Allowed, b: Allowed) -> bool:
     return all(path in a and a[path] <= layouts for path, layouts in b.items())
 
 
-def reprice(step: Any, infos: Any, request: Any, progress: Any) -> Problem:
+def reprice(step: Any, infos: Any, request: Any, progress: Any, halved: bool = False) -> Problem:
     """Prices a step from scratch (rules and trace are kept)."""
     from autoshard_ilp import api
 
     with progress.stage("strategies"):
-        table, _ = api.price(step.graph, request)
+        table, _ = api.price(step.graph, request, halved)
     with progress.stage("costs"):
         built = api.build(step, infos, table, request)
     return Problem(step, infos, table, built, request, request, built.program)
@@ -96,15 +97,15 @@ def adapted(problem: Problem, request: Any, progress: Any) -> Problem:
     same_prices = (old.mesh, old.profile, old.physical_shape) == (request.mesh, request.profile, request.physical_shape)
     folded = old.solver.fold_layers == request.solver.fold_layers
     if not (same_prices and folded):
-        return reprice(problem.step, problem.infos, request, progress)
+        return reprice(problem.step, problem.infos, request, progress, problem.table.halved)
     shapes = path_shapes(problem.step.graph)
     wanted = allowed_layouts(request, shapes)
     if not narrower(wanted, allowed_layouts(old, shapes)):
-        return reprice(problem.step, problem.infos, request, progress)
+        return reprice(problem.step, problem.infos, request, progress, problem.table.halved)
     with progress.stage("costs"):
         masks = class_masks(problem.table, wanted)
         if masks is None:  # some of the tensors that share a decision are pinned, others are not
-            return reprice(problem.step, problem.infos, request, progress)
+            return reprice(problem.step, problem.infos, request, progress, problem.table.halved)
         program = masked(weighted(problem, request.objective), masks, request.capacity)
     return replace(problem, request=request, program=program)
 
@@ -183,8 +184,17 @@ def known_from(solution: Any, old: Problem, new: Problem) -> Known:
     return Known((solution.choices,), solution.lower_bound if holds else -math.inf, rounding, rows)
 
 
-def solved(problem: Problem, progress: Any, known: Known | None = None) -> Any:
-    """Solves a problem from what is known; ``progress`` is an :class:`autoshard_ilp.progress.Progress`."""
+def solved(
+    problem: Problem,
+    progress: Any,
+    known: Known | None = None,
+    seconds: float = math.inf,
+    rows_seconds: float | None = None,
+) -> Any:
+    """Solves a problem from what is known; ``progress`` is an :class:`autoshard_ilp.progress.Progress`.
+
+    ``seconds`` shortens the time limit, ``rows_seconds`` is that of :func:`autoshard_ilp.program.solve`.
+    """
     from autoshard_ilp.program import solve
     from autoshard_ilp.program.search import PROOF
 
@@ -198,7 +208,8 @@ def solved(problem: Problem, progress: Any, known: Known | None = None) -> Any:
     if hint is not None and proved(program.cost(hint)):
         return _proved(program, hint, known)
     with progress.stage("solve"):
-        solution = solve(program, problem.request.solver, hint=hint, on_progress=progress.tell)
+        options = within(problem.request.solver, seconds)
+        solution = solve(program, options, hint=hint, rows_seconds=rows_seconds, on_progress=progress.tell)
     if solution.choices is None or solution.lower_bound >= known.lower_bound:
         return solution
     status = "optimal" if proved(solution.objective) else solution.status
@@ -234,7 +245,7 @@ def plan_of(problem: Problem, solution: Any, progress: Any, like: Any) -> Any:
     """The plan of a solution; mode, batch size and origin are those of the plan ``like``."""
     from autoshard_ilp import api
 
-    kept = {k: v for k, v in like.origin.items() if k not in ("hardware", "pins")}
+    kept = {k: v for k, v in like.origin.items() if k not in ("hardware", "pins", "halved")}
     plan = api.assemble(
         problem.step,
         problem.infos,

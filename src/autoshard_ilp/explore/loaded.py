@@ -29,7 +29,7 @@ def priced_again(plan: Plan, progress: Any = None) -> Plan:
     request = _request(plan)
     infos = plan.executable.traced or _Infos(plan)  # type: ignore[union-attr]
     with Progress(progress).running() as shown:
-        problem = reprice(plan.executable, infos, request, shown)
+        problem = reprice(plan.executable, infos, request, shown, bool(plan.origin.get("halved")))
         choices = _choices(problem, plan)
         known = Known() if choices is None else Known((choices,), _bound(problem, choices, plan))
         solution = solved(problem, shown, known)

@@ -250,14 +250,14 @@ class Search:
             return replace(one.candidate, status="pruned", reason="no plan on this mesh can be as fast as the best")
         solutions: dict[str, tuple[Problem, Any]] = {}
 
-        def tried(policy: str) -> Any:
+        def tried(policy: str, seconds: float) -> Any:
             problem = one.problem or self.source.problem(policy, one.request, self.progress)
             relaxed = one.relaxed
             one.problem = one.relaxed = None  # only the first policy is priced already
             known = Known()
             if relaxed is not None and relaxed.choices is not None:
                 known = Known((relaxed.choices,), relaxed.lower_bound)
-            solution = self._watched(solved(problem, self.progress, known))
+            solution = self._watched(solved(problem, self.progress, known, seconds))
             if solution.choices is None or solution.status == "infeasible":
                 failed = failure_of(problem, solution)
                 return failed if policy in self.policies else replace(failed, table=None, built=None, problem=None)

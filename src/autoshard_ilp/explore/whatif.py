@@ -20,6 +20,7 @@ from autoshard_ilp.explore.again import (
     reprice,
     solved,
 )
+from autoshard_ilp.halving import solve_halved
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 
@@ -111,8 +112,8 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
 
     known = _attempts(plan)
 
-    def tried(policy: str) -> Any:
-        answer = _again(plan, known.get(policy), policy, request, progress)
+    def tried(policy: str, seconds: float) -> Any:
+        answer = _again(plan, known.get(policy), policy, request, progress, seconds)
         if isinstance(answer, Plan) or policy in policies:
             return answer
         return replace(answer, table=None, built=None, problem=None)  # only that it failed matters
@@ -137,7 +138,7 @@ def _attempts(plan: Plan) -> dict[str, _Attempt]:
     return found
 
 
-def _again(plan: Plan, known: _Attempt | None, policy: str, request: Any, progress: Progress) -> Any:
+def _again(plan: Plan, known: _Attempt | None, policy: str, request: Any, progress: Progress, seconds: float) -> Any:
     """The plan under one policy, or the failure."""
     from autoshard_ilp.step import graph_of
 
@@ -154,10 +155,20 @@ def _again(plan: Plan, known: _Attempt | None, policy: str, request: Any, progre
             if (failed := _still_infeasible(problem, known)) is not None:
                 return failure_of(problem, failed)
             facts = known_from(known.solution, known.problem, problem)
-    solution = solved(problem, progress, facts)
+
+    def solve(one: Problem, start: Any, seconds: float, rows_seconds: float | None) -> Any:
+        own = facts if start is None else Known((start,))
+        return solved(one, progress, own, seconds, rows_seconds)
+
+    def halve() -> Problem:
+        return reprice(problem.step, problem.infos, request, progress, halved=True)
+
+    limit = min(seconds, request.solver.time_limit)
+    problem, solution, notes = solve_halved(problem, solve, halve, limit)
     if solution.status == "infeasible" or solution.choices is None:
         return failure_of(problem, solution)
-    return plan_of(problem, solution, progress, plan)
+    made = plan_of(problem, solution, progress, plan)
+    return replace(made, notes=(*made.notes, *notes))
 
 
 def _still_infeasible(problem: Problem, known: _Attempt) -> Any:

@@ -81,9 +81,11 @@ class Tree:
         if not net.live:
             return self.owner.settle(net, whole=False), None
         if self.owner.small(net):
-            fresh, closed = self.owner.cpsat_part(net)
+            fresh, closed, bound = self.owner.cpsat_part(net)
             if not closed:
                 heapq.heappush(self.open, branch)
+            elif not self._closed(bound):
+                self.least_closed = min(self.least_closed, max(bound, branch.bound))
             return fresh, None
         dual = Dual(self.owner, net, branch.prices, whole=False, steps=STEPS)
         fresh = dual.run()

@@ -164,11 +164,14 @@ class Constrained:
         self.search.prove(min(result.bound, self.search.upper))
         return [] if result.choices is None else self.offer(net.complete(result.choices))
 
-    def cpsat_part(self, net: Net) -> tuple[list[int], bool]:
-        """Finish a branch with CP-SAT. Returns times to add, and whether the branch is closed."""
+    def cpsat_part(self, net: Net) -> tuple[list[int], bool, float]:
+        """Finish a branch with CP-SAT. Returns times to add, whether the branch is closed, and its bound in seconds.
+
+        CP-SAT is done with a branch once it is within the gap asked for, so a closed branch may hold cheaper plans.
+        """
         result = self._run_cpsat(net)
         fresh = [] if result.choices is None else self.offer(net.complete(result.choices))
-        return fresh, result.status == "optimal" and not fresh
+        return fresh, result.status == "optimal" and not fresh, result.bound
 
     def _run_cpsat(self, net: Net) -> CpResult:
         """CP-SAT under the rows; EmptyNodeError when nothing beats the best plan."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,7 @@ def solve(
     options: SolverOptions,
     *,
     hint: np.ndarray | None = None,
+    rows_seconds: float | None = None,
     on_progress: Callable[[dict], None] | None = None,
 ) -> Solution:
     """Find the cheapest assignment within the memory capacity, with proof.
@@ -68,6 +70,7 @@ def solve(
         program: nodes, edges, lifetimes, capacity (seconds and bytes).
         options: limits and seed.
         hint: a known assignment, used as a start when it is feasible.
+        rows_seconds: most seconds under memory rows, where memory binds; None: the time limit alone counts.
         on_progress: called with ``{"stage", "seconds", "objective", "lower_bound", "choices"}``.
 
     Returns:
@@ -83,7 +86,7 @@ def solve(
         search.offer(np.asarray(hint, np.int64))
     infeasible = False
     try:
-        infeasible = solve_in_turn(search, _solve_with_rows)
+        infeasible = solve_in_turn(search, lambda s: _solve_with_rows(s, rows_seconds))
     except KeyboardInterrupt:
         search.report["interrupted"] = True
     except EmptyNodeError:
@@ -91,16 +94,21 @@ def solve(
     return search.finish(infeasible)
 
 
+CLOSE = 1e-2
+"""Relative gap at which the relaxation without memory is left, once its best plan does not fit."""
+
+
 def _descend(search: Search) -> tuple[np.ndarray | None, float]:
     """Optimum without memory: choices (or the best found) and a lower bound. EmptyNodeError: no finite assignment."""
     since = time.monotonic()
     program = search.program
-    state: dict[str, Any] = {"best": None, "upper": math.inf, "lower": -math.inf}
+    state: dict[str, Any] = {"best": None, "upper": math.inf, "lower": -math.inf, "fits": True}
 
     def offer(choices: np.ndarray) -> float:
         cost = program.cost(choices)
         if cost < state["upper"]:
             state["best"], state["upper"] = choices, cost
+            state["fits"] = program.capacity is None or program.peak(choices) <= program.capacity
         search.offer(choices)
         search.tell("descent")
         return float(state["upper"])
@@ -110,7 +118,9 @@ def _descend(search: Search) -> tuple[np.ndarray | None, float]:
         search.prove(bound)
 
     def done() -> bool:
-        gap = max(search.options.relative_gap, PROOF) * abs(state["upper"])
+        # What matters of a relaxation whose optimum is almost known, and does not fit, is only where to go on from.
+        least = PROOF if state["fits"] else CLOSE
+        gap = max(search.options.relative_gap, least) * abs(state["upper"])
         return bool(state["upper"] - state["lower"] <= gap)
 
     if search.best is not None:
@@ -156,7 +166,7 @@ def _finish_with_cpsat(
         raise KeyboardInterrupt
 
 
-def _solve_with_rows(search: Search) -> bool:
+def _solve_with_rows(search: Search, seconds: float | None = None) -> bool:
     """Solve without memory; when the plan does not fit, solve with memory rows. True when proved infeasible."""
     program = search.program
     choices, bound = _descend(search)
@@ -167,6 +177,9 @@ def _solve_with_rows(search: Search) -> bool:
     if program.capacity is None or search.done() or time.monotonic() > search.deadline:
         return False
     since = time.monotonic()
+    if seconds is not None:
+        most = min(search.options.time_limit, since - search.began + seconds)
+        search.options = replace(search.options, time_limit=most)
     infeasible = Constrained(search, choices).run()
     search.add_seconds("memory", since)
     return infeasible
