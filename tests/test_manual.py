@@ -181,3 +181,33 @@ def test_the_gpu_compiler_keeps_a_scatter_beside_copies():
         for c in parse_collectives(jitted.lower(*args).compile().as_text()):
             sent[c.kind] = sent.get(c.kind, 0.0) + c.total_bytes_per_device
         assert sent == predicted(resolution_payloads(strategy, view.out_shapes[0], 2, SIZES))
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("weight", "inputs", "dim"),
+    [
+        ((768, 12, 64), 1, 0),  # heads of 64: no layout fills tiles
+        ((768, 12, 64), 1, 2),
+        ((768, 3072), 1, 1),  # 384 columns a shard
+        ((768, 1000), 1, 1),  # 125 columns a shard
+        ((2048, 2048), 1, 1),
+    ],
+)
+def test_the_tpu_compiler_scatters_gradients(weight: tuple[int, ...], inputs: int, dim: int) -> None:
+    """A weight's gradient over all devices: a reduce-scatter of the priced bytes, and nothing else."""
+    pytest.importorskip("libtpu")
+    shapes = [(16, 64, *weight[:inputs]), (16, 64, *weight[inputs:])]
+    eqn, view = equation(lambda x, g: lax.dot_general(x, g, (((0, 1), (0, 1)), ((), ()))), shapes, "bfloat16")
+    assert view.out_shapes == (weight,)
+    mesh = mesh_of("tpu-v5e:2x4")
+    ins = tuple(sharding(mesh, (0, 0), len(s)) for s in shapes)
+
+    def run(*args: Any) -> Any:
+        layouts = ([(0, 0), (0, 0)], (dim, dim))
+        return manual.run(eqn.primitive.bind, view, rule_for(view), args, layouts, mesh, NAMES).astype("float32")
+
+    args = [jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes]
+    text = jax.jit(run, in_shardings=ins).lower(*args).compile().as_text()
+    sent = [(c.kind, c.total_bytes_per_device) for c in parse_collectives(text)]
+    assert sent == [("reduce-scatter", int(np.prod(weight)) * 2 * 7 // 8)]

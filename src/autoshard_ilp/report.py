@@ -11,7 +11,7 @@ from autoshard_ilp.costs import reshard
 from autoshard_ilp.costs.build import Built
 from autoshard_ilp.costs.collectives import ring_bytes_per_device
 from autoshard_ilp.costs.overlap import hidden_seconds
-from autoshard_ilp.costs.table import REUSE, CostTable, Flow, flow_tensor, operand_labels, resolution_payloads
+from autoshard_ilp.costs.table import REUSE, CostTable, Flow, flow_itemsize, flow_tensor, operand_labels, resolution_payloads
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def flow_steps(table: CostTable, flow: Flow, choices: Sequence[int]) -> list[res
     if end is None or start is None or start == end or (end and isinstance(end[0], str)):
         return []
     tensor = flow_tensor(table, flow)
-    return reshard.steps(tensor.shape, tensor.itemsize, start, end, table.axis_sizes, table.collectives)
+    return reshard.steps(tensor.shape, flow_itemsize(table, flow), start, end, table.axis_sizes, table.collectives)
 
 
 def _collective(

@@ -172,7 +172,8 @@ def _hold_results(
         tensor = graph.tensors[t]
         if not buffers.stored[t] or np.prod(tensor.shape) * tensor.itemsize < SMALL_BYTES:
             continue
-        held = np.array([local_bytes(tensor.shape, tensor.itemsize, s.results[j], sizes) for s in cls.strategies])
+        itemsize = float(table.precision.held[t])
+        held = np.array([local_bytes(tensor.shape, itemsize, s.results[j], sizes) for s in cls.strategies])
         spans = []
         for m in cls.members:
             out = graph.ops[m].outputs[j]

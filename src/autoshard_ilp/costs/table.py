@@ -16,6 +16,7 @@ import numpy as np
 from autoshard_ilp.costs import compute
 from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold, halves
 from autoshard_ilp.costs.memory import Buffers, analyse, is_computed_inside
+from autoshard_ilp.costs.precision import Precision, precision
 from autoshard_ilp.costs.reshard import CollectiveSeconds, ReshardTables
 from autoshard_ilp.deferral import Deferral, deferrals
 from autoshard_ilp.graph import Graph, Op
@@ -90,6 +91,7 @@ class CostTable:
     class_of: np.ndarray  # op id -> class, results of donated arguments sharing the argument's class
     flows: tuple[Flow, ...]
     reshard: ReshardTables
+    precision: Precision
     unknown: tuple[str, ...] = field(default=())
     halved: bool = False  # the first and the second half of the repeated layers are decided apart
 
@@ -115,23 +117,36 @@ def build_table(
         halved: to two, one for either half of them.
     """
     buffers = analyse(graph, getattr(profile, "family", ""))
+    rounded = precision(graph, profile)
     views = [graph.view(op) for op in graph.ops]
     rules = _rules(views, rule_of)
     deferred = deferrals(graph, rules)
-    class_of = _classes(graph, buffers, views, rules, deferred, restriction_key, fold_layers, halved)
+    class_of = _classes(graph, buffers, rounded, views, rules, deferred, restriction_key, fold_layers, halved)
     members: dict[int, list[int]] = {}
     for op_id, c in enumerate(class_of):
         members.setdefault(int(c), []).append(op_id)
     reshard = ReshardTables(axis_sizes, collectives)
     cache: dict[Any, Any] = {}
-    fixed = (deferred, axis_sizes, profile, collectives, restriction, restriction_key, cache)
+    fixed = (rounded, deferred, axis_sizes, profile, collectives, restriction, restriction_key, cache)
     classes = tuple(_price(graph, members[c], rules, buffers, *fixed) for c in range(len(members)))
     unknown = tuple(
         sorted({f"{op.primitive} at {op.source or 'unknown source'}" for op in graph.ops if not rules[op.id].known})
     )
     flows = _flows(graph, class_of, classes)
     return CostTable(
-        graph, axis_names, axis_sizes, profile, collectives, buffers, classes, class_of, flows, reshard, unknown, halved
+        graph,
+        axis_names,
+        axis_sizes,
+        profile,
+        collectives,
+        buffers,
+        classes,
+        class_of,
+        flows,
+        reshard,
+        rounded,
+        unknown,
+        halved,
     )
 
 
@@ -156,6 +171,7 @@ def _rules(views: Sequence[OpView], rule_of: Callable[[OpView], Rule]) -> list[R
 def _classes(
     graph: Graph,
     buffers: Buffers,
+    rounded: Precision,
     views: Sequence[OpView],
     rules: Sequence[Rule],
     deferred: Sequence[Deferral],
@@ -184,6 +200,7 @@ def _classes(
                 ),
                 *(op.count, stored, reads, restriction_key(op), op.params.get("first") is None, _is_batch(op)),
                 deferred[op.id],
+                *(rounded.rounds[op.id], tuple(float(rounded.held[t]) for t in op.outputs)),
             )
         )
     windows = [ARGUMENT_WINDOW if op.primitive in BOUNDARY else WINDOW for op in graph.ops]
@@ -201,6 +218,7 @@ def _price(
     members: list[int],
     rules: Sequence[Rule],
     buffers: Buffers,
+    rounded: Precision,
     deferred: Sequence[Deferral],
     axis_sizes: tuple[int, ...],
     profile: Any,
@@ -213,15 +231,16 @@ def _price(
     rule = rules[op.id]
     ins = [graph.tensors[t] for t in op.inputs]
     outs = [graph.tensors[t] for t in op.outputs]
+    held = {t.id: float(rounded.held[t.id]) for t in (*ins, *outs)}
     traffic = compute.Traffic(
-        tuple((i, t.shape, t.itemsize) for i, t in enumerate(ins) if t.id in buffers.reads[op.id]),
+        tuple((i, t.shape, held[t.id]) for i, t in enumerate(ins) if t.id in buffers.reads[op.id]),
         tuple(
-            (j, t.shape, t.itemsize)
+            (j, t.shape, held[t.id])
             for j, t in enumerate(outs)
             if (buffers.stored[t.id] and op.primitive not in BOUNDARY) or _is_batch(op)
         ),
         ins[0].dtype if ins else (outs[0].dtype if outs else "float32"),
-        tuple((j, t.shape, t.itemsize) for j, t in enumerate(outs) if is_computed_inside(op, t.id, buffers)),
+        tuple((j, t.shape, held[t.id]) for j, t in enumerate(outs) if is_computed_inside(op, t.id, buffers)),
     )
     kinds = tuple((n, f.size, f.kind, f.combine) for n, f in rule.factors.items())
     shapes = tuple((t.shape, t.itemsize) for t in (*ins, *outs))
@@ -362,7 +381,7 @@ def flow_table(table: CostTable, flow: Flow) -> tuple[np.ndarray, np.ndarray]:
     but keeps the copy alive. Otherwise it reads its operand afresh.
     """
     v: Any = operand_labels(table, flow)
-    tensor = flow_tensor(table, flow)
+    tensor, itemsize = flow_tensor(table, flow), flow_itemsize(table, flow)
     starts: Any = table.classes[flow.u].results[flow.result].layouts
     seconds = np.zeros((len(starts), len(v.layouts)))
     copies = np.zeros((len(starts), len(v.layouts)), np.int64)
@@ -370,12 +389,12 @@ def flow_table(table: CostTable, flow: Flow) -> tuple[np.ndarray, np.ndarray]:
         for k, end in enumerate(v.layouts):
             if end is not None:
                 seconds[:, k] = [0.0 if start == end else np.inf for start in starts]
-                copies[:, k] = local_bytes(tensor.shape, tensor.itemsize, end, table.axis_sizes)
+                copies[:, k] = local_bytes(tensor.shape, itemsize, end, table.axis_sizes)
         return seconds, copies
     fresh = [k for k, end in enumerate(v.layouts) if not _held(end)]
     ends = tuple(v.layouts[k] for k in fresh)
-    seconds[:, fresh] = table.reshard.table(tensor.shape, tensor.itemsize, starts, ends)
-    copies[:, fresh] = table.reshard.copies(tensor.shape, tensor.itemsize, starts, ends)
+    seconds[:, fresh] = table.reshard.table(tensor.shape, itemsize, starts, ends)
+    copies[:, fresh] = table.reshard.copies(tensor.shape, itemsize, starts, ends)
     for k, end in enumerate(v.layouts):
         if _held(end):
             seconds[:, k] = [np.inf if start == end[1] else 0.0 for start in starts]
@@ -386,6 +405,12 @@ def flow_tensor(table: CostTable, flow: Flow) -> Any:
     """The tensor that passes."""
     op_id, operand = flow.uses[0]
     return table.graph.tensors[table.graph.ops[op_id].inputs[operand]]
+
+
+def flow_itemsize(table: CostTable, flow: Flow) -> float:
+    """Bytes per element of the copies that a flow makes."""
+    op_id, operand = flow.uses[0]
+    return table.precision.moved(table.graph, table.graph.ops[op_id], operand)
 
 
 def _held(label: Any) -> bool:

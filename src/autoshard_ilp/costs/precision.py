@@ -1,0 +1,122 @@
+"""Which 32-bit floats XLA:TPU holds and sends as 16-bit ones.
+
+A TPU's matrix unit takes bfloat16. Under ``Precision.DEFAULT`` XLA:TPU rounds the float32 operands of products and
+convolutions, and its pass "bfloat16 propagation" moves the rounding upstream, through everything that only moves,
+selects or compares elements: gathers and all-to-alls of a float32 weight that only products read send half the bytes,
+and an activation that only products read is written as bfloat16. Values do not change, since they would be rounded a
+moment later. Products under ``Precision.HIGH`` or ``HIGHEST`` keep their operands as they are, and so do arguments and
+results of the step, sums and arithmetic.
+
+Source: ``EffectiveOperandPrecisionIsOutputPrecision`` in openxla/xla, xla/service/bfloat16_support.cc, lists what the
+rounding passes through; that collectives of every kind do was seen in programs compiled for v5e
+(``tests/test_precision.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoshard_ilp.graph import Graph, Op
+
+WIDE, NARROW_BYTES = "float32", 2.0
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+ANY_OPERAND = frozenset(
+    """
+    reshape squeeze expand_dims transpose copy copy_p stop_gradient broadcast_in_dim rev slice concatenate pad abs max
+    min sort reduce_max reduce_min reduce_window_max reduce_window_min hub loop_invariant loop_slice loop_carry
+    loop_stack recompute optimization_barrier sharding_constraint
+    """.split()  # noqa: SIM905
+)
+"""Operations that round as well before as after, whichever operand it is."""
+
+SOME_OPERANDS: Mapping[str, tuple[int, ...]] = {
+    "dynamic_slice": (0,),
+    "dynamic_update_slice": (0, 1),
+    "gather": (0,),
+    "clamp": (0, 1, 2),
+}
+"""The same for operations that also take indices."""
+
+
+@dataclass(frozen=True, eq=False)
+class Precision:
+    """Bytes per element of a graph on one kind of hardware.
+
+    Attributes:
+        held: per tensor, of its buffer.
+        rounds: per op and operand, whether the operation rounds that operand to 16 bits.
+    """
+
+    held: np.ndarray
+    rounds: tuple[tuple[bool, ...], ...]
+
+    def moved(self, graph: Graph, op: Op, operand: int) -> float:
+        """Bytes per element of a copy made for one operand: what a collective on its way sends."""
+        own = float(self.held[op.inputs[operand]])
+        return min(own, NARROW_BYTES) if self.rounds[op.id][operand] else own
+
+
+def precision(graph: Graph, profile: Any) -> Precision:
+    """Finds what is rounded early.
+
+    Args:
+        graph: of the step.
+        profile: :class:`~autoshard_ilp.costs.profile.HardwareProfile`; only the family "tpu" rounds.
+    """
+    held = np.array([t.itemsize for t in graph.tensors], float)
+    if getattr(profile, "family", "") != "tpu":
+        return Precision(held, tuple((False,) * len(op.inputs) for op in graph.ops))
+    narrow = _narrow(graph)
+    rounds = tuple(
+        tuple(graph.tensors[t].dtype == WIDE and _rounds(graph, op, i, narrow) for i, t in enumerate(op.inputs))
+        for op in graph.ops
+    )
+    return Precision(np.where(narrow, NARROW_BYTES, held), rounds)
+
+
+def _narrow(graph: Graph) -> np.ndarray:
+    """Tensors that every reader rounds. From above: all 32-bit ones, less what one reader needs, until none is left."""
+    narrow = np.array([t.dtype == WIDE and t.producer is not None and bool(t.consumers) for t in graph.tensors])
+    for op in graph.ops:
+        if op.primitive in ("argument", "constant"):
+            narrow[list(op.outputs)] = False
+    changed = True
+    while changed:
+        changed = False
+        for op in reversed(graph.ops):
+            for i, t in enumerate(op.inputs):
+                if narrow[t] and not _rounds(graph, op, i, narrow):
+                    narrow[t], changed = False, True
+            first = op.params.get("first") if op.primitive == "hub" else None
+            if first is not None:  # a copy gathered once serves both passes
+                pair = [op.outputs[0], graph.ops[first].outputs[0]]
+                if narrow[pair].any() and not narrow[pair].all():
+                    narrow[pair], changed = False, True
+    return narrow
+
+
+def _rounds(graph: Graph, op: Op, operand: int, narrow: np.ndarray) -> bool:
+    """Whether an operation rounds a 32-bit operand to 16 bits, or hands it only to such that do."""
+    if op.primitive in PRODUCTS:
+        return _is_default(op.params.get("precision"))
+    if op.primitive == "convert_element_type":
+        return graph.tensors[op.outputs[0]].dtype == "bfloat16"
+    if op.primitive == "select_n":
+        passes = operand > 0
+    else:
+        passes = op.primitive in ANY_OPERAND or operand in SOME_OPERANDS.get(op.primitive, ())
+    return passes and bool(op.outputs) and bool(narrow[list(op.outputs)].all())
+
+
+def _is_default(asked: Any) -> bool:
+    """Whether a product may round its operands: no precision asked for, or ``Precision.DEFAULT``."""
+    if asked is None:
+        return True
+    sides = asked if isinstance(asked, tuple) else (asked,)
+    return all(side is None or getattr(side, "name", "") == "DEFAULT" for side in sides)
