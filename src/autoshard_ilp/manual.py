@@ -148,7 +148,7 @@ def _scattered(value: Any, names: tuple[str, ...], dim: int, n_shards: int) -> A
     """Partial sums of all devices along mesh axes ``names``, added up and scattered onto ``dim``.
 
     XLA:TPU keeps arrays in tiles and turns a reduce-scatter whose shards do not fill whole tiles, in the layout that it
-    happens to choose, into an all-reduce and a slice: twice the bytes. A dimension of its own in front, of one entry per
+    happens to choose, into an all-reduce and a slice: twice the bytes. A dimension of its own in front, one entry per
     shard, is never tiled. Where shards fill tiles in every layout it is left out, since it can cost a copy.
     """
     import jax

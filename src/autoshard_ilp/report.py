@@ -11,7 +11,15 @@ from autoshard_ilp.costs import reshard
 from autoshard_ilp.costs.build import Built
 from autoshard_ilp.costs.collectives import ring_bytes_per_device
 from autoshard_ilp.costs.overlap import hidden_seconds
-from autoshard_ilp.costs.table import REUSE, CostTable, Flow, flow_itemsize, flow_tensor, operand_labels, resolution_payloads
+from autoshard_ilp.costs.table import (
+    REUSE,
+    CostTable,
+    Flow,
+    flow_itemsize,
+    flow_tensor,
+    operand_labels,
+    resolution_payloads,
+)
 
 
 @dataclass(frozen=True)
