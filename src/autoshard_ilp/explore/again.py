@@ -177,7 +177,8 @@ def known_from(solution: Any, old: Problem, new: Problem) -> Known:
     if solution is None or solution.choices is None:
         return Known()
     rounding = float(solution.report.get("rounding_error_seconds", 0.0))
-    unlimited = not solution.report.get("rows")  # proved without looking at memory: holds for any capacity
+    looked = solution.report.get("rows") or any(solution.report.get("room", {}).values())
+    unlimited = not looked  # proved without looking at memory: holds for any capacity
     holds = narrower(new.allowed, old.allowed) and new.request.objective == old.request.objective
     holds = holds and (unlimited or new.request.capacity <= old.request.capacity)
     rows = int(solution.report.get("rows", 0))

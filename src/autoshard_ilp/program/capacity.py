@@ -75,6 +75,11 @@ class Room:
     program: Program
     keep: list[np.ndarray]
 
+    @staticmethod
+    def of(program: Program) -> Room:
+        """With every finite strategy still possible."""
+        return Room(program, [np.isfinite(np.asarray(n.costs, np.float64)) for n in program.nodes])
+
     def run(self) -> dict[str, int]:
         """Removes until nothing changes; counts of what went. EmptyNodeError: no plan fits."""
         program = self.program

@@ -29,16 +29,16 @@ class Constrained:
     Args:
         search: shared state; ``search.program.capacity`` is set.
         relaxed: the optimum without memory (or the best found), which exceeds the capacity somewhere.
+        room: what the capacity leaves of each node and edge by itself (has run).
     """
 
-    def __init__(self, search: Search, relaxed: np.ndarray) -> None:
+    def __init__(self, search: Search, relaxed: np.ndarray, room: Room) -> None:
         assert search.program.capacity is not None
         self.search, self.program, self.capacity = search, search.program, search.program.capacity
         self.owners = Owners(self.program)
         self.rows: list[Row] = []
         self.prices: dict[int, float] = {}  # by time
-        self.keep = [np.isfinite(np.asarray(n.costs, np.float64)) for n in self.program.nodes]
-        self.room = Room(self.program, self.keep)
+        self.keep, self.room = room.keep, room
         self.relaxed = relaxed
         self.seen: list[np.ndarray] = []
         self.log: list[dict[str, Any]] = []
@@ -62,12 +62,6 @@ class Constrained:
 
     def run(self) -> bool:
         """True when proved infeasible."""
-        try:
-            self.search.report["room"] = self.room.run()
-        except EmptyNodeError:
-            if self.search.best is not None:
-                raise AssertionError("a plan that fits has room") from None
-            return True
         fresh = violated_times(self.program, self.relaxed, self.capacity, set())
         if fresh and self.search.best is None:
             # What the worst moment needs at least, costs aside: often proves at once that nothing fits.

@@ -1,7 +1,8 @@
 """Solve a program to proved optimality.
 
-First without memory (a relaxation: when its optimum fits at all times, it is the optimum); only when it does not fit,
-rows for the worst moments are added, a few at a time, until the plan fits everywhere.
+What can never fit goes first. Then without memory rows (a relaxation: when its optimum fits at all times, it is the
+optimum); only when it does not fit, rows for the worst moments are added, a few at a time, until the plan fits
+everywhere.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.errors import InputShapeError
+from autoshard_ilp.program.capacity import Room
 from autoshard_ilp.program.constrained import Constrained
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_net
@@ -98,7 +100,24 @@ CLOSE = 1e-2
 """Relative gap at which the relaxation without memory is left, once its best plan does not fit."""
 
 
-def _descend(search: Search) -> tuple[np.ndarray | None, float]:
+def _room(search: Search) -> Room | None:
+    """What the capacity leaves of each node and edge by itself, noted in the report; None without a capacity.
+
+    Raises:
+        EmptyNodeError: nothing fits.
+    """
+    if search.program.capacity is None:
+        return None
+    room = Room.of(search.program)
+    since = time.monotonic()
+    try:
+        search.report["room"] = room.run()
+    finally:
+        search.add_seconds("memory", since)
+    return room
+
+
+def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, float]:
     """Optimum without memory: choices (or the best found) and a lower bound. EmptyNodeError: no finite assignment."""
     since = time.monotonic()
     program = search.program
@@ -128,7 +147,8 @@ def _descend(search: Search) -> tuple[np.ndarray | None, float]:
     descent = Descent(offer, prove, done, search.deadline)
     search.report["descent"] = descent.log
     try:
-        net = descent.run(build_net(program), state["upper"])
+        start = build_net(program) if room is None else build_net(program, room.keep, cells=room.cells)
+        net = descent.run(start, state["upper"])
         if net.live and not done() and time.monotonic() < search.deadline:
             search.add_seconds("descent", since)
             since = time.monotonic()
@@ -168,18 +188,18 @@ def _finish_with_cpsat(
 
 def _solve_with_rows(search: Search, seconds: float | None = None) -> bool:
     """Solve without memory; when the plan does not fit, solve with memory rows. True when proved infeasible."""
-    program = search.program
-    choices, bound = _descend(search)
+    room = _room(search)
+    choices, bound = _descend(search, room)
     search.prove(bound)
     if choices is None:
         return False
     search.offer(choices)
-    if program.capacity is None or search.done() or time.monotonic() > search.deadline:
+    if room is None or search.done() or time.monotonic() > search.deadline:
         return False
     since = time.monotonic()
     if seconds is not None:
         most = min(search.options.time_limit, since - search.began + seconds)
         search.options = replace(search.options, time_limit=most)
-    infeasible = Constrained(search, choices).run()
+    infeasible = Constrained(search, choices, room).run()
     search.add_seconds("memory", since)
     return infeasible
