@@ -14,12 +14,13 @@ from jax.sharding import NamedSharding
 
 from autoshard_ilp import manual
 from autoshard_ilp._jax_compat import open_jaxpr
+from autoshard_ilp.costs.collectives import ring_bytes_per_device
 from autoshard_ilp.costs.reshard import steps
 from autoshard_ilp.costs.table import resolution_payloads
 from autoshard_ilp.deferral import Deferral
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.rules.rule import OpView
-from autoshard_ilp.sharding import PARTIAL, WHOLE
+from autoshard_ilp.sharding import PARTIAL, WHOLE, to_partition_spec
 from autoshard_ilp.strategies import layouts_of, strategies_of
 from autoshard_ilp.verify import parse_collectives
 from compiled import NAMES, SIZES, mesh_of, needs_cuda, predicted, sharding
@@ -66,7 +67,9 @@ def test_every_scattering_strategy_computes_the_same_and_sends_its_price_on_cpu(
     assert chosen
     two = [s for s in chosen if len({r.dim for r in s.resolutions} - {WHOLE}) > 1]
     assert two or name in ("convolution",) or len(view.out_shapes[0]) < 2
-    for strategy in [*chosen[:: max(1, len(chosen) // 6)], *two[:2]]:
+    reordered = [s for s in chosen if any(r.kind == "collective-permute" for r in s.resolutions)]
+    assert reordered or name == "reduce_sum"
+    for strategy in [*chosen[:: max(1, len(chosen) // 6)], *two[:2], *reordered[:2]]:
         ins = tuple(sharding(mesh, lay, len(s)) for lay, s in zip(strategy.operands, shapes, strict=True))
         compiled = jax.jit(runner(eqn, view, strategy, mesh), in_shardings=ins).lower(*args).compile()
         placed = [jax.device_put(a, s) for a, s in zip(args, ins, strict=True)]
@@ -132,7 +135,7 @@ def test_every_step_of_a_resharding_moves_the_values_as_priced_on_cpu():
         for before, step in _consecutive(start, steps(shape, 4, start, end, SIZES, _Prices()))
         if step.kind in ("all-gather", "all-to-all")
     }
-    moved = 0
+    moved = reordered = 0
     for before, after in sorted(seen)[::4]:
         at = jax.device_put(value, sharding(mesh, before, 3))
         if manual.move(at, before, after, mesh, NAMES) is None:
@@ -142,10 +145,40 @@ def test_every_step_of_a_resharding_moves_the_values_as_priced_on_cpu():
         out = compiled(at)
         assert out.sharding.is_equivalent_to(sharding(mesh, after, 3), 3)
         np.testing.assert_array_equal(out, value)
-        (found,) = parse_collectives(compiled.as_text())
-        (step,) = (s for s in steps(shape, 4, before, after, SIZES, _Prices()) if s.kind != "slice")
-        assert {found.kind: found.total_bytes_per_device} == predicted([(step.kind, step.axes, step.payload_bytes)])
-    assert moved > 8
+        found = {c.kind: c.total_bytes_per_device for c in parse_collectives(compiled.as_text())}
+        path = [s for s in steps(shape, 4, before, after, SIZES, _Prices()) if s.kind != "slice"]
+        assert found == predicted([(s.kind, s.axes, s.payload_bytes) for s in path])
+        reordered += "collective-permute" in found
+    assert moved > 8 and reordered > 1
+
+
+THREE, THREE_SIZES = ("a", "b", "c"), (2, 2, 2)
+
+
+@pytest.mark.parametrize("before, after", [
+    ((0, 0, 1), (1, 0, 1)),  # leaves a later axis behind, and lands before another: two permutes
+    ((0, 0, 0), (1, 0, 0)),
+    ((0, 0, 0), (WHOLE, 0, WHOLE)),  # two axes leave a dimension, the one between them stays
+    ((1, 0, 0), (0, 0, 0)),
+])  # fmt: skip
+def test_shards_come_in_mesh_order_on_three_axes(before, after):
+    devices = np.array(jax.devices()[:8]).reshape(THREE_SIZES)
+    mesh = jax.sharding.Mesh(devices, THREE)
+    value = np.arange(16 * 8, dtype="float32").reshape(16, 8)
+    at, to = (NamedSharding(mesh, to_partition_spec(layout, 2, THREE)) for layout in (before, after))
+    compiled = jax.jit(lambda x: manual.move(x, before, after, mesh, THREE)).lower(jax.device_put(value, at)).compile()
+    out = compiled(jax.device_put(value, at))
+    np.testing.assert_array_equal(out, value)
+    assert out.sharding.is_equivalent_to(to, 2)
+    path = steps(value.shape, 4, before, after, THREE_SIZES, _Prices())
+    sent: dict[str, float] = {}
+    for c in parse_collectives(compiled.as_text()):
+        sent[c.kind] = sent.get(c.kind, 0.0) + c.total_bytes_per_device
+    wanted: dict[str, float] = {}
+    for step in path:
+        group = int(np.prod([THREE_SIZES[a] for a in step.axes]))
+        wanted[step.kind] = wanted.get(step.kind, 0.0) + ring_bytes_per_device(step.kind, group, step.payload_bytes)
+    assert sent == wanted
 
 
 def _consecutive(start: Any, found: Any) -> Any:
@@ -160,7 +193,6 @@ def test_what_cannot_be_written_out_is_left_to_a_constraint():
     uneven = jnp.zeros((6, 9))
     assert manual.move(uneven, (WHOLE, 0), (WHOLE, WHOLE), mesh, NAMES) is None  # 6 does not divide by 4
     both = jnp.zeros((8, 8))
-    assert manual.move(both, (0, 0), (WHOLE, 0), mesh, NAMES) is None  # the shards would come in another order
     assert manual.move(both, (WHOLE, 0), (0, 0), mesh, NAMES) is None  # a slice sends nothing
     assert manual.move(both, (0, 1), (1, 0), mesh, NAMES) is None  # two steps at once
 

@@ -14,6 +14,7 @@ propagation would move the gather in front of the tie. What is recomputed is tie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,9 +26,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp import manual, ties
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
-from autoshard_ilp.graph import Graph, Op, Region
+from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
-from autoshard_ilp.sharding import PARTIAL, Layout, replicated, to_partition_spec
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, replicated, to_partition_spec
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class _Frame:
     def __init__(self, parent: _Frame | None = None) -> None:
         self.parent = parent
         self.values: dict[int, Any] = {}
-        self.copies: dict[tuple[int, Layout], Any] = {}
+        self.copies: dict[tuple[int, Layout], tuple[Any, Op]] = {}  # with the operation that was the last to read it
         self.ties: dict[int, Any] = {}  # anchor -> scalar that is known once the anchor is
 
     def get(self, tensor: int) -> Any:
@@ -207,16 +208,59 @@ class _Run:
         return frame.get(tensor) if literal is None else literal
 
     def read(self, frame: _Frame, op: Op, i: int) -> Any:
-        """Operand i of ``op`` in the layout in which the op wants it; equal copies are made once."""
+        """Operand i of ``op`` in the layout in which the op wants it.
+
+        Equal copies are made once where that is free. What every reader gathers for itself was priced so, to hold the
+        copy for less long; the later gathers wait for the reader before, or XLA would merge them all.
+        """
         tensor = op.inputs[i]
         value = self.value(frame, tensor)
         layout = self.plan.decisions.operands.get((op.id, i))
         if layout is None or layout == self.plan.layout(tensor):
             return value
         key = (tensor, layout)
-        if key not in frame.copies:
-            frame.copies[key] = self.reshard(value, op, i, layout)
-        return frame.copies[key]
+        copy, reader = frame.copies.get(key, (None, op))
+        if reader is not op:
+            again = self.behind(frame, op, value, tensor, layout, reader)
+            copy = copy if again is None else self.reshard(again, op, i, layout)
+        elif copy is None:
+            copy = self.reshard(self.held_back(frame, op, value, tensor, layout), op, i, layout)
+        frame.copies[key] = (copy, op)
+        return copy
+
+    def behind(self, frame: _Frame, op: Op, value: Any, tensor: int, layout: Layout, reader: Op) -> Any | None:
+        """``value`` that cannot be had before the result of ``reader``; None where one copy for both is as good."""
+        now = self.plan.layout(tensor)
+        moves = now is not None and any(a != b and a >= 0 for a, b in zip(now, layout, strict=True))
+        if not moves or reader.eqn is None or math.prod(self.graph.tensors[tensor].shape) < MIN_HUB_ELEMENTS:
+            return None
+        return self.after(frame, op, value, tensor, reader.outputs[0])
+
+    def held_back(self, frame: _Frame, op: Op, value: Any, tensor: int, layout: Layout) -> Any:
+        """What the backward pass gathers of the forward pass, not to be had before the backward pass is there.
+
+        Schedulers start collectives as early as they can, and would hold the copy from the forward pass on.
+        """
+        t, now = self.graph.tensors[tensor], self.plan.layout(tensor)
+        grows = now is not None and any(b == WHOLE and a >= 0 for a, b in zip(now, layout, strict=True))
+        made_before = t.producer is not None and self.graph.ops[t.producer].phase == "forward"
+        anchor = self.plan.anchor(op)
+        if not grows or not made_before or op.phase != "backward" or anchor is None or t.bytes < ties.MIN_COPY_BYTES:
+            return value
+        tied = self.after(frame, op, value, tensor, anchor)
+        return value if tied is None else tied
+
+    def after(self, frame: _Frame, op: Op, value: Any, tensor: int, anchor: int) -> Any | None:
+        """``value`` in its own layout, unavailable before the tensor ``anchor`` is; None where nothing can tie it."""
+        plan, at = self.plan, self.plan.sharding(anchor)
+        if at is None or not ties.may_anchor(self.graph, anchor) or not ties.can_tie(op, value):
+            return None
+        made = frame.get(anchor)
+        if not ties.is_even(at, made.shape):
+            return None
+        if anchor not in frame.ties:
+            frame.ties[anchor] = ties.never(made, at.spec, plan.mesh)
+        return plan.constrain(ties.tied(value, frame.ties[anchor]), tensor, plan.layout(tensor))
 
     def reshard(self, value: Any, op: Op, i: int, layout: Layout | None) -> Any:
         """``value`` on its way into operand i of ``op``, one decided layout after the other."""
@@ -346,13 +390,10 @@ class _Run:
         anchor = plan.anchor(op)
         if anchor is None:
             return value
-        gradient, at = frame.get(anchor), plan.sharding(anchor)
-        if at is not None and ties.is_even(at, gradient.shape) and ties.can_tie(op, value):
-            if anchor not in frame.ties:
-                frame.ties[anchor] = ties.never(gradient, at.spec, plan.mesh)
-            value = ties.tied(value, frame.ties[anchor])
-        else:
-            value, frame.values[anchor] = jax.lax.optimization_barrier((value, gradient))
+        tied = self.after(frame, op, value, tensor, anchor)
+        if tied is not None:
+            return tied
+        value, frame.values[anchor] = jax.lax.optimization_barrier((value, frame.get(anchor)))
         return plan.constrain(value, tensor, plan.layout(tensor))
 
     # -- regions

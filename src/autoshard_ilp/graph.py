@@ -45,6 +45,9 @@ PSEUDO_OPERATIONS = frozenset(
 #: Consumers that a hub never stands in front of: they tie a value to another one, or read it from inside a loop.
 _NOT_BEHIND_HUBS = frozenset({"result", "loop_carry", "loop_slice", "loop_stack", "branch_merge", "while_cond", "hub"})
 
+MIN_HUB_ELEMENTS = 1024
+"""Smaller tensors get no hub: whether they are gathered once or twice is no decision worth making."""
+
 
 @dataclass(eq=False)
 class Tensor:
@@ -300,7 +303,7 @@ def assemble(graph: Graph, ops: Iterable[Op], tensors: Mapping[int, Tensor] | No
     return Graph(new_ops, new_tensors, arguments, results, aliases, regions)
 
 
-def insert_hubs(graph: Graph, min_elements: int = 1024) -> Graph:
+def insert_hubs(graph: Graph, min_elements: int = MIN_HUB_ELEMENTS) -> Graph:
     """Puts a ``hub`` between a tensor and its consumers wherever one resharded copy may serve several of them.
 
     Within one region, a tensor gets a hub for every phase in which it has two or more consuming operations, and, when

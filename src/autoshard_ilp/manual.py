@@ -7,12 +7,17 @@ reduce-scatter. Under ``jax.shard_map`` each device computes on its part and the
 * an operation whose partial sums are reduce-scattered, arrive partial or stay partial (:func:`run`);
 * an all-gather or all-to-all on the way from one layout to the next (:func:`move`).
 
+Several mesh axes on one dimension are major to minor in mesh order. A collective over an axis that leaves or enters a
+dimension which a later axis keeps sharding brings the shards in another order; :func:`_reordered` permutes the small
+shards before or after it, as the cost model prices it.
+
 Partial sums over mesh axes A travel between operations as an array with one dimension in front, of one entry per device
 along A. Where a dimension does not divide, both functions answer None and a sharding constraint must do.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -127,9 +132,7 @@ def run(
     return _mapped(one_device, args, op.in_shapes, operands, op.out_shapes[0], result, mesh, axis_names)
 
 
-def _reduced(
-    value: Any, sums: Sequence[int], result: Layout, axis_names: Sequence[str], axis_sizes: Sequence[int]
-) -> Any:
+def _reduced(value: Any, sums: Sequence[int], result: Layout, axis_names: Sequence[str], sizes: Sequence[int]) -> Any:
     """Partial sums scattered onto the dimensions that the result's layout names, then added up over the other axes."""
     import jax
 
@@ -137,10 +140,12 @@ def _reduced(
     for axis in sums:
         by_dim.setdefault(result[axis], []).append(axis)
     for dim in sorted(d for d in by_dim if d >= 0):
-        names = tuple(axis_names[axis] for axis in by_dim[dim])
-        value = _scattered(value, names, dim, math.prod(axis_sizes[axis] for axis in by_dim[dim]))
+        names = tuple(axis_names[a] for a in by_dim[dim])
+        value = _scattered(value, names, dim, math.prod(sizes[a] for a in by_dim[dim]))
+        stay = [a for a, d in enumerate(result) if d == dim and a not in by_dim[dim]]
+        value = _reordered(value, (*stay, *by_dim[dim]), sorted((*stay, *by_dim[dim])), axis_names, sizes)
     if WHOLE in by_dim:
-        value = jax.lax.psum(value, tuple(axis_names[axis] for axis in by_dim[WHOLE]))
+        value = jax.lax.psum(value, tuple(axis_names[a] for a in by_dim[WHOLE]))
     return value[None] if PARTIAL in by_dim else value
 
 
@@ -163,8 +168,37 @@ def _scattered(value: Any, names: tuple[str, ...], dim: int, n_shards: int) -> A
     return jax.numpy.moveaxis(jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False), 0, dim)
 
 
+def _reordered(
+    part: Any, before: Sequence[int], after: Sequence[int], axis_names: Sequence[str], sizes: Sequence[int]
+) -> Any:
+    """Shards of one dimension exchanged among devices, so that their order along the mesh axes changes.
+
+    Args:
+        part: one device's shard, under ``shard_map``.
+        before, after: the mesh axes that shard the dimension, major to minor: as the shards lie, and as they shall.
+        axis_names, sizes: of all mesh axes.
+    """
+    import jax
+
+    if tuple(before) == tuple(after):
+        return part
+    axes = sorted(before)
+
+    def number(at: Mapping[int, int], order: Sequence[int]) -> int:
+        """Mixed-radix number of coordinates, read in an order of axes."""
+        found = 0
+        for axis in order:
+            found = found * sizes[axis] + at[axis]
+        return found
+
+    devices = [dict(zip(axes, at, strict=True)) for at in itertools.product(*(range(sizes[a]) for a in axes))]
+    holder = {number(at, before): number(at, axes) for at in devices}
+    pairs = [(holder[number(at, after)], number(at, axes)) for at in devices]
+    return jax.lax.ppermute(part, tuple(axis_names[a] for a in axes), pairs)
+
+
 def move(value: Any, before: Layout, after: Layout, mesh: Any, axis_names: Sequence[str]) -> Any | None:
-    """A value brought from one layout to the next by one all-gather or all-to-all.
+    """A value brought from one layout to the next by one all-gather or all-to-all, its shards reordered where need be.
 
     Args:
         value: laid out as ``before`` says.
@@ -173,8 +207,7 @@ def move(value: Any, before: Layout, after: Layout, mesh: Any, axis_names: Seque
         axis_names: the mesh axis behind each entry of a layout.
 
     Returns:
-        The value in the layout ``after``; None where this is no such step, shards would come in another order, or a
-        dimension does not divide.
+        The value in the layout ``after``; None where this is no such step, or a dimension does not divide.
     """
     import jax
 
@@ -187,14 +220,21 @@ def move(value: Any, before: Layout, after: Layout, mesh: Any, axis_names: Seque
     if not divides(shape, before, sizes) or not divides(shape, after, sizes):
         return None
     old, new = olds.pop(), news.pop()
-    if any(before[a] in (old, new) and before[a] != WHOLE for a in range(changed[0], len(before)) if a not in changed):
-        return None
     names = tuple(axis_names[a] for a in changed)
 
+    def orders(dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Axes on a dimension besides the changed ones: those last, as the collective needs it, and in mesh order."""
+        stay = [a for a, d in enumerate(before) if d == dim and a not in changed]
+        return (*stay, *changed), tuple(sorted((*stay, *changed)))
+
     def one_device(part: Any) -> Any:
+        last, sorted_ = orders(old)
+        part = _reordered(part, sorted_, last, axis_names, sizes)
         if new == WHOLE:
             return jax.lax.all_gather(part, names, axis=old, tiled=True)
-        return jax.lax.all_to_all(part, names, split_axis=new, concat_axis=old, tiled=True)
+        part = jax.lax.all_to_all(part, names, split_axis=new, concat_axis=old, tiled=True)
+        last, sorted_ = orders(new)
+        return _reordered(part, last, sorted_, axis_names, sizes)
 
     return _mapped(one_device, [value], [shape], [before], shape, after, mesh, axis_names)
 

@@ -53,6 +53,22 @@ def divides(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> 
     return all(d % n == 0 for d, n in zip(shape, shards, strict=True))
 
 
+def reordered_axes(moved: Sequence[int], layout: Layout, dim: int) -> tuple[int, ...]:
+    """Mesh axes over which the shards of a dimension are permuted when ``moved`` axes leave or enter it.
+
+    Args:
+        moved: axes that a collective runs over.
+        layout: while they shard the dimension.
+        dim: the dimension; :data:`WHOLE` needs none.
+
+    Returns:
+        All axes on the dimension, where a later axis than one of ``moved`` stays there; else none.
+    """
+    if dim == WHOLE or not any(layout[a] == dim and a not in moved for a in range(min(moved) + 1, len(layout))):
+        return ()
+    return tuple(a for a, d in enumerate(layout) if d == dim)
+
+
 @cache
 def divisible_layouts(shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> tuple[Layout, ...]:
     """Every layout of a tensor whose sharded dimensions divide evenly, the replicated one first.

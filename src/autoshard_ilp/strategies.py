@@ -8,8 +8,9 @@ is not planned: such dimensions stay whole.
 A sum may read partial results and reduce them in one go, and what only a sum reads may stay partial; which operations
 that concerns is told by :mod:`autoshard_ilp.deferral`.
 
-Several axes on one dimension are always major to minor in mesh order, so a reduce-scatter may only land where no later
-axis already shards the dimension.
+Several axes on one dimension are always major to minor in mesh order, so a reduce-scatter that lands where a later axis
+already shards the dimension leaves the shards in another order; a permute of the scattered shards follows, which only
+operations that run device by device can make.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from autoshard_ilp.deferral import NONE, Deferral
 from autoshard_ilp.rules.rule import Kind, Rule
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, divisible_layouts
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, divisible_layouts, reordered_axes
 
 UNEVEN_WASTE = 1.125
 """A dimension that does not divide may still be sharded inside the step when padding adds at most this factor."""
@@ -34,7 +35,10 @@ _SUMMED = "+"
 
 @dataclass(frozen=True)
 class Resolution:
-    """How partial results over ``axes`` are combined: "all-reduce", or "reduce-scatter" onto dimension ``dim``."""
+    """How partial results over ``axes`` are combined: "all-reduce", or "reduce-scatter" onto dimension ``dim``.
+
+    A "collective-permute" puts the shards of ``dim`` in the order of the mesh after a scatter onto it.
+    """
 
     kind: str
     axes: tuple[int, ...]
@@ -187,11 +191,12 @@ def _resolutions(
     results: Sequence[Layout],
     result_shapes: Sequence[tuple[int, ...]],
     axis_sizes: Sequence[int],
-    several: bool = False,
+    local: bool = False,
 ) -> Iterator[tuple[tuple[Resolution, ...], Layout | None]]:
     """Every way to resolve partial results, with the first result's layout afterwards.
 
-    ``several`` dimensions may be scattered onto where the operation runs device by device; else XLA would all-reduce.
+    Where the operation runs device by device (``local``), several dimensions may be scattered onto, and one that a
+    later axis shards already; else XLA would all-reduce.
     """
     if not partial_axes or not results:
         yield (), results[0] if results else None
@@ -203,28 +208,28 @@ def _resolutions(
         layout = list(results[0])
         for axis, dim in zip(partial_axes, choice, strict=True):
             layout[axis] = dim
-        if len(set(choice) - {WHOLE}) > 1 and not (several and divides(result_shapes[0], tuple(layout), axis_sizes)):
+        if len(set(choice) - {WHOLE}) > 1 and not (local and divides(result_shapes[0], tuple(layout), axis_sizes)):
             continue
-        if not _scatter_fits(tuple(layout), results[0], partial_axes, result_shapes[0], axis_sizes):
+        scattered = [a for a in partial_axes if layout[a] != WHOLE]
+        if not _scatter_fits(tuple(layout), scattered, result_shapes[0], axis_sizes):
             continue
         by_dim: dict[int, list[int]] = {}
         for axis, dim in zip(partial_axes, choice, strict=True):
             by_dim.setdefault(dim, []).append(axis)
-        scatters = [Resolution("reduce-scatter", tuple(by_dim[d]), d) for d in sorted(by_dim) if d != WHOLE]
+        scatters: list[Resolution] = []
+        for dim in sorted(by_dim.keys() - {WHOLE}):
+            scatters.append(Resolution("reduce-scatter", tuple(by_dim[dim]), dim))
+            order = reordered_axes(by_dim[dim], tuple(layout), dim)
+            scatters += [Resolution("collective-permute", order, dim)] if order else []
+        if not local and any(r.kind == "collective-permute" for r in scatters):
+            continue
         reduce = [Resolution("all-reduce", tuple(by_dim[WHOLE]))] if WHOLE in by_dim else []
         yield (*scatters, *reduce), tuple(layout)
 
 
-def _scatter_fits(
-    layout: Layout, before: Layout, partial_axes: Sequence[int], shape: Sequence[int], axis_sizes: Sequence[int]
-) -> bool:
-    """A reduce-scatter needs an evenly divided dimension and no later axis already on it."""
-    scattered = [a for a in partial_axes if layout[a] != WHOLE]
+def _scatter_fits(layout: Layout, scattered: Sequence[int], shape: Sequence[int], axis_sizes: Sequence[int]) -> bool:
+    """A reduce-scatter needs an evenly divided dimension."""
     if not scattered:
         return True
-    only = tuple(d if d in {layout[a] for a in scattered} else WHOLE for d in layout)
-    if not divides(shape, only, axis_sizes):
-        return False
-    return not any(
-        layout[later] == layout[a] == before[later] for a in scattered for later in range(a + 1, len(layout))
-    )
+    onto = {layout[a] for a in scattered}
+    return divides(shape, tuple(d if d in onto else WHOLE for d in layout), axis_sizes)

@@ -27,9 +27,12 @@ from autoshard_ilp.graph import Graph, Op
 MIN_ELEMENTS = 128
 """A gradient of fewer elements is no anchor: it may be a sum that is known long before the layer's backward pass."""
 
+MIN_COPY_BYTES = 2**20
+"""Smaller copies of activations may be made when the compiler likes."""
+
 
 def anchors(graph: Graph) -> dict[int, int]:
-    """Per hub and recompute op, the gradient that the backward pass has reached when the op may run, if there is one.
+    """Per op of the backward pass, hub and recompute op, the gradient that the backward pass has reached before it.
 
     It is the deepest tensor that the backward pass has written to memory before the op, in the op's own region. Depth,
     not program order, says what depends on the loss: a transposed weight in the backward pass does not. A gradient
@@ -46,15 +49,18 @@ def anchors(graph: Graph) -> dict[int, int]:
         known = op.primitive == "constant" or (op.primitive != "argument" and all(constant[t] for t in op.inputs))
         for t in op.outputs:
             depth[t], constant[t] = here, known
+        region = graph.regions[op.region].parent if op.primitive == "loop_slice" else op.region  # where it reads
+        if region in deepest and (op.phase == "backward" or op.primitive in ("hub", "recompute")):
+            found[op.id] = deepest[region][1]
         if op.primitive in ("hub", "recompute"):
-            if op.region in deepest:
-                found[op.id] = deepest[op.region][1]
-        elif op.phase == "backward" and op.outputs and not op.params.get("recomputed"):
+            continue
+        if op.phase == "backward" and op.outputs and not op.params.get("recomputed"):
             t = op.outputs[0]
-            if stored[t] and not constant[t] and _may_anchor(graph, t):
+            if stored[t] and not constant[t] and may_anchor(graph, t):
                 rank = (read_later[t], here)
-                if op.region not in deepest or rank > deepest[op.region][0]:
-                    deepest[op.region] = (rank, t)
+                made_in = graph.regions[op.region].parent if op.primitive == "loop_stack" else op.region
+                if made_in not in deepest or rank > deepest[made_in][0]:
+                    deepest[made_in] = (rank, t)
     return found
 
 
@@ -68,7 +74,8 @@ def _read_in_backward(graph: Graph) -> list[bool]:
     return read
 
 
-def _may_anchor(graph: Graph, tensor: int) -> bool:
+def may_anchor(graph: Graph, tensor: int) -> bool:
+    """Whether something may wait for a tensor: floating point, and no mere scalar or the like."""
     t = graph.tensors[tensor]
     return t.dtype.startswith(("float", "bfloat")) and math.prod(t.shape) >= MIN_ELEMENTS
 

@@ -114,13 +114,19 @@ def _only_sliced(table: CostTable, flow: Flow, starts: Sequence[Any], ends: Sequ
 def _counts(table: CostTable, flow: Flow) -> bool:
     tensor = flow_tensor(table, flow)
     consumer = table.graph.ops[flow.uses[0][0]]
-    return int(np.prod(tensor.shape)) * tensor.itemsize >= SMALL_BYTES and consumer.primitive != "result"
+    in_place = consumer.primitive == "result" and flow.v in table.donated
+    return int(np.prod(tensor.shape)) * tensor.itemsize >= SMALL_BYTES and not in_place
 
 
 def _copy_lifetime(table: CostTable, flow: Flow, op_id: int) -> tuple[int, int]:
-    """A hub's copy lives until its last consumer; a reused one from the forward pass on; others for their operation."""
+    """A hub's copy lives until its last consumer; a reused one from the forward pass on; others for their operation.
+
+    A result in another layout than its producer's stays to the end.
+    """
     buffers, op = table.buffers, table.graph.ops[op_id]
     start = int(buffers.time[op_id])
+    if op.primitive == "result":
+        return start, buffers.horizon
     last = max((int(buffers.last_use[t]) for t in op.outputs), default=start)
     if flow.operand == REUSE:
         first = table.graph.ops[op.params["first"]]

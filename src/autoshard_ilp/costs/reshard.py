@@ -4,20 +4,22 @@ Every mesh axis changes in one of four ways: it stays, it starts to shard a dime
 stops (all-gather), or it moves to another dimension (all-to-all). Slices come first because they shrink what follows,
 all-gathers last because they grow it; of the all-gathers the one that leaves the least to the dearer link goes first.
 An axis that starts or stops sharding a dimension while a *later* mesh axis keeps sharding it would leave the shards in
-the wrong order, which costs a permute of the small shard besides. Partial sums are never resharded: who reads them
+the wrong order, which costs a permute of the small shard besides. A dimension that does not divide is gathered whole
+before it is cut otherwise. Partial sums are never resharded: who reads them
 takes them as they are.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_bytes
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_bytes, reordered_axes
 
 KEEP, SLICE, GATHER, MOVE = range(4)
 
@@ -57,44 +59,59 @@ def steps(
         for axis, dim in zip(axes, dims, strict=True):
             after[axis] = dim
         before, now = now, tuple(after)
-        if kind == "all-gather":
-            payload: float = held(now)
-        elif kind == "all-to-all":
-            payload = held(before)
-        else:
-            payload = 0.0
+        payload: float = {"all-gather": held(now), "all-to-all": held(before)}.get(kind, 0)
         done.append(Step(kind, axes, payload, now))
-        if any(_out_of_order(axis, before, now) for axis in axes):
-            others = tuple(a for a in range(len(sizes)) if _entangled(a, axes, before, now))
-            done.append(Step("collective-permute", others, min(held(before), held(now)), now))
+        for layout, dim in ((before, before[axes[0]]), (now, dims[0])):
+            order = reordered_axes(axes, layout, dim)
+            if order:
+                done.append(Step("collective-permute", order, min(held(before), held(now)), now))
 
-    changed = [a for a in range(len(sizes)) if start[a] != end[a]]
-    for axis in (a for a in changed if start[a] == WHOLE):
-        change("slice", (axis,), (end[axis],))
-    for axis in reversed([a for a in changed if start[a] != WHOLE and end[a] != WHOLE]):
-        change("all-to-all", (axis,), (end[axis],))
+    def slices(dims: Iterable[int]) -> None:
+        """One step per dimension, so that a dimension that does not divide is cut once."""
+        for dim in dims:
+            axes = tuple(a for a in range(len(sizes)) if now[a] == WHOLE and end[a] == dim)
+            if axes:
+                change("slice", axes, (dim,) * len(axes))
+
+    whole_first = _gathered_first(shape, start, end, sizes)
+    slices(dim for dim in sorted(set(end) - {WHOLE}) if dim not in whole_first)
+    for axis in reversed([a for a in range(len(sizes)) if WHOLE not in (start[a], end[a]) and start[a] != end[a]]):
+        if not {start[axis], end[axis]} & whole_first:
+            change("all-to-all", (axis,), (end[axis],))
     by_dim: dict[int, list[int]] = {}
-    for axis in (a for a in changed if end[a] == WHOLE):
-        by_dim.setdefault(start[axis], []).append(axis)
+    for axis, dim in enumerate(now):
+        if dim != WHOLE and (end[axis] == WHOLE or {dim, end[axis]} & whole_first):
+            by_dim.setdefault(dim, []).append(axis)
     for group in _best_gather_order([tuple(g) for g in by_dim.values()], held(now), sizes, costs):
         change("all-gather", group, (WHOLE,) * len(group))
+    slices(sorted(set(end) - {WHOLE}))
     return done
+
+
+def _gathered_first(shape: Sequence[int], start: Layout, end: Layout, sizes: Sequence[int]) -> frozenset[int]:
+    """Dimensions that are gathered whole before they are cut anew: uneven ones, whose shards would not line up.
+
+    A dimension of 50257 over 4 devices has shards of 12565, over 8 devices shards of 6283, and 2 x 6283 > 12565: no
+    device has all that its new shard needs. XLA gathers such a tensor, and so it does for an all-to-all of it.
+    """
+
+    def axes(layout: Layout, dim: int) -> tuple[int, ...]:
+        return tuple(a for a, d in enumerate(layout) if d == dim)
+
+    def uneven(dim: int) -> bool:
+        return any(shape[dim] % math.prod(sizes[a] for a in axes(lay, dim)) for lay in (start, end))
+
+    moved = {d for a, b in zip(start, end, strict=True) if a != b and WHOLE not in (a, b) for d in (a, b)}
+    return frozenset(
+        dim
+        for dim in {*start, *end} - {WHOLE}
+        if axes(start, dim) != axes(end, dim) and uneven(dim) and (dim in moved or (dim in start and dim in end))
+    )
 
 
 def seconds(plan: Sequence[Step], costs: CollectiveSeconds) -> float:
     """Time of a sequence of steps."""
     return sum(costs.seconds(s.kind, s.axes, s.payload_bytes) for s in plan if s.kind != "slice")
-
-
-def _out_of_order(axis: int, before: Layout, after: Layout) -> bool:
-    """Whether a later axis keeps sharding the dimension that ``axis`` leaves or enters."""
-    later = range(axis + 1, len(before))
-    return any(before[a] == after[a] and before[a] in (before[axis], after[axis]) and before[a] != WHOLE for a in later)
-
-
-def _entangled(axis: int, moved: tuple[int, ...], before: Layout, after: Layout) -> bool:
-    dims = {d for m in moved for d in (before[m], after[m])} - {WHOLE}
-    return axis in moved or after[axis] in dims or before[axis] in dims
 
 
 def _best_gather_order(
@@ -186,10 +203,18 @@ class ReshardTables:
     def copies(
         self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
     ) -> np.ndarray:
-        """Bytes of the resharded copy held next to the original, ``len(starts) x len(ends)``; 0 where none is made."""
+        """Bytes of the resharded copy held next to the original, ``len(starts) x len(ends)``; 0 where none is made.
+
+        What is gathered whole on the way, since a dimension does not divide, counts in full.
+        """
         held = np.array([local_bytes(shape, itemsize, b, self.sizes) for b in ends], np.int64)
         same = (np.array(starts)[:, None, :] == np.array(ends)[None, :, :]).all(axis=2)
-        return np.where(same, 0, held[None, :])
+        found = np.where(same, 0, held[None, :])
+        for i, j in zip(*np.nonzero(self._uneven(shape, starts, ends) & ~same), strict=True):
+            if PARTIAL not in starts[i] and PARTIAL not in ends[j]:
+                path = steps(shape, itemsize, starts[i], ends[j], self.sizes, self.costs)
+                found[i, j] = max(local_bytes(shape, itemsize, step.after, self.sizes) for step in path)
+        return found
 
 
 def _pattern(start: Layout, end: Layout) -> tuple:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,11 @@ class CostTable:
     precision: Precision
     unknown: tuple[str, ...] = field(default=())
     halved: bool = False  # the first and the second half of the repeated layers are decided apart
+
+    @cached_property
+    def donated(self) -> frozenset[int]:
+        """Classes of the arguments that a result of the step overwrites."""
+        return frozenset(int(self.class_of[argument]) for _, argument in self.graph.aliases)
 
 
 def build_table(
@@ -349,11 +355,12 @@ REUSE = -2
 
 
 def _executions(graph: Graph, op_id: int, operand: int) -> float:
-    """How often a tensor passes: as often as it is made, on the way into or out of a loop, else as it is used."""
+    """How often an operand passes: slices of a loop are laid out once, before it; what a carry becomes, in the loop."""
     op = graph.ops[op_id]
-    producer = graph.tensors[op.inputs[operand]].producer
-    if producer is not None and (op.primitive.startswith("loop_") or op.primitive in ("branch_merge", "result")):
-        return graph.ops[producer].count
+    if op.primitive == "loop_slice":
+        return graph.regions[graph.regions[op.region].parent].count
+    if op.primitive == "loop_carry" and operand == 1:
+        return graph.regions[op.params["region"]].count
     return op.count
 
 
