@@ -228,6 +228,25 @@ def test_a_copy_is_made_once_for_all_its_readers() -> None:
     assert text.count("sdy.sharding_constraint") == 2
 
 
+def test_what_each_reader_gathers_for_itself_is_gathered_twice() -> None:
+    """Priced twice, to hold the copy for less long: XLA would merge two equal gathers."""
+
+    def f(x, a, b):
+        return x @ a, x @ b
+
+    args = (normal(0, 64, 64), normal(1, 64, 64), normal(2, 64, 64))
+    graph = traced(f, args, hubs=False)
+    products = [op.id for op in graph.ops if op.primitive == "dot_general"]
+    arrives = {(graph.arguments[0], 0): (0, 0)}
+    gathered = {(op, 0): (-1, -1) for op in products} | {(op, 1): (-1, 1) for op in products}
+    results = arrives | {(op, 0): (-1, 1) for op in products}
+    decided = Decisions(operands=gathered, results=results)
+    compiled = jax.jit(planned_function(graph, decided, make_mesh(), AXES)).lower(*args).compile()
+    assert len(re.findall(r" all-gather(?:-start)?\(", compiled.as_text())) == 2
+    for got, wanted in zip(compiled(*args), f(*args), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_constraints_inside_loops() -> None:
     fn, args = FUNCTIONS["scan gradient"]
     graph = traced(fn, args)

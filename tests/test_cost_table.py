@@ -294,18 +294,17 @@ def test_random_bits_are_drawn_once_on_every_backend():
 
 
 @pytest.mark.parametrize(
-    ("shapes", "dtype", "family", "copies"),
+    ("shapes", "dtype", "copies"),
     [
-        (((64, 96), (96, 257)), "bfloat16", "gpu", 96 * 257 + 64 * 257),
-        (((64, 257), (257, 96)), "bfloat16", "gpu", 64 * 257 + 257 * 96),
-        (((64, 96), (96, 256)), "bfloat16", "gpu", 0),
-        (((64, 96), (96, 257)), "float32", "gpu", 0),
-        (((64, 96), (96, 257)), "bfloat16", "tpu", 0),
-        (((1, 96), (96, 257)), "bfloat16", "gpu", 0),
+        (((64, 96), (96, 257)), "bfloat16", 96 * 257),
+        (((64, 257), (257, 96)), "bfloat16", 64 * 257 + 257 * 96),
+        (((64, 96), (96, 256)), "bfloat16", 0),
+        (((64, 96), (96, 257)), "float32", 0),
+        (((1, 96), (96, 257)), "bfloat16", 0),
     ],
 )
-def test_products_of_odd_shapes_are_padded_on_gpus(shapes, dtype, family, copies):
-    from autoshard_ilp.costs.padding import copies_for_tiles
+def test_operands_of_odd_shapes_are_padded_for_cublas(shapes, dtype, copies):
+    from autoshard_ilp.costs.padding import WORKSPACE_BYTES, copies_for_tiles
     from autoshard_ilp.rules import rule_for
     from autoshard_ilp.strategies import strategies_of
 
@@ -313,6 +312,91 @@ def test_products_of_odd_shapes_are_padded_on_gpus(shapes, dtype, family, copies
     op = next(o for o in graph.ops if o.primitive == "dot_general")
     view = graph.view(op)
     strategies = strategies_of(rule_for(view), view.in_shapes, view.out_shapes, (2,))
-    held = copies_for_tiles(graph, op, strategies, (2,), family)
+    held = copies_for_tiles(graph, op, strategies, (2,)) - WORKSPACE_BYTES
     assert held[0] == 2 * copies, "the first strategy keeps everything whole"
     assert (held <= held[0]).all()
+
+
+@pytest.mark.parametrize(("tokens", "leaves"), [(128, False), (197, True), (1, False)])
+def test_attention_over_odd_tokens_leaves_triton(tokens, leaves):
+    from autoshard_ilp.costs.padding import leaves_triton
+
+    q = jnp.zeros((4, tokens, 12, 64), "bfloat16")
+    assert leaves_triton(_graph(lambda a, b: jnp.einsum("btnh,bsnh->bnts", a, b), q, q)) is leaves
+    assert not leaves_triton(_graph(jnp.matmul, jnp.zeros((64, 197)), jnp.zeros((197, 8)))), "a plain product never"
+
+
+# -- what XLA:GPU combines
+
+
+def _trained(widths):
+    """One training step of a chain of square products, in bfloat16."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w.astype("bfloat16"))
+        return (x * x).sum()
+
+    def step(weights, x):
+        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights, x), strict=True)]
+
+    weights = [jax.ShapeDtypeStruct((n, n), "float32") for n in widths]
+    x = jax.ShapeDtypeStruct((8, widths[0]), "bfloat16")
+    return _graph(lambda *a: step(a[:-1], a[-1]), *weights, x, aliases={i: i for i in range(len(widths))})
+
+
+@pytest.mark.parametrize(("width", "alone"), [(1024, 1), (4096, 4)])
+def test_small_weights_are_gathered_and_reduced_together(width, alone):
+    from autoshard_ilp.costs.combining import gathered_together, reduced_together
+
+    graph = _trained([width] * 4)
+    buffers = analyse(graph, "gpu")
+    gathered, reduced = (f(graph, buffers, "gpu") for f in (gathered_together, reduced_together))
+    casts = [op.outputs[0] for op in graph.ops if op.primitive == "convert_element_type" and op.phase == "forward"]
+    together = [t for t in casts if t in gathered and graph.tensors[t].dtype == "bfloat16"]
+    if alone == 1:
+        assert len(together) >= 4 and len({gathered[t] for t in together}) == 1, "2 MB each: one gather for all"
+        assert len(reduced) == 4 and len(set(reduced.values())) == 1
+        assert set(reduced.values()) == {max(int(buffers.start[t]) for t in reduced)}
+    else:
+        assert not together and not reduced, "32 MB each are beyond the threshold"
+    assert not gathered_together(graph, buffers, "tpu") and not reduced_together(graph, buffers, "cpu")
+
+
+# -- how often, and what for
+
+
+def test_what_a_loop_hands_on_or_stacks_is_laid_out_in_every_iteration():
+    from autoshard_ilp.costs.table import _executions
+
+    def cumulate(c, x):
+        return jnp.tanh(c + x), c  # the stack reads the carry itself
+
+    graph = _graph(lambda xs: jax.lax.scan(cumulate, jnp.zeros((64, 64)), xs), jnp.zeros((5, 64, 64)))
+    times = {
+        (op.primitive, i): _executions(graph, op.id, i)
+        for op in graph.ops
+        for i in range(len(op.inputs))
+        if op.primitive.startswith("loop_")
+    }
+    assert times == {("loop_carry", 0): 1, ("loop_carry", 1): 5, ("loop_slice", 0): 1, ("loop_stack", 0): 5}
+
+
+def test_a_result_in_another_layout_is_a_copy_that_counts():
+    from jax.sharding import PartitionSpec as P
+
+    x = jax.ShapeDtypeStruct((4096, 4096), "float32")
+    options = {"hardware": toy(1e13, 1e13), "pins": {"args/0": P(("data", "model"))}, "progress": False}
+    at = {"same": P(("data", "model")), "whole": P()}
+    peaks = {
+        name: autoshard.optimize_fn(
+            lambda x: jnp.sort(x, axis=-1),
+            (x,),
+            MESH,
+            **{**options, "pins": {**options["pins"], "outputs": spec}},
+        ).memory.peak_bytes
+        for name, spec in at.items()
+    }
+    shard = 4096 * 4096 * 4 // 8
+    assert peaks["same"] == 2 * shard
+    assert peaks["whole"] >= 9 * shard, "the shard that is gathered, and the whole result"

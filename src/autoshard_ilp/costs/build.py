@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.costs.combining import gathered_together, reduced_together
 from autoshard_ilp.costs.memory import fusible
-from autoshard_ilp.costs.padding import copies_for_tiles
+from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.sharding import WHOLE, local_bytes
@@ -40,10 +41,14 @@ class Built:
 class _Account:
     """Collects lifetimes; an owner has one byte table, so further tables of one node become edges of one column."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: CostTable) -> None:
         self.rows: list[tuple[bool, int, int, int]] = []
         self.categories: list[str] = []
         self.labels: list[str] = []
+        self.family = getattr(table.profile, "family", "")
+        self.gathered = gathered_together(table.graph, table.buffers, self.family)
+        self.reduced = reduced_together(table.graph, table.buffers, self.family)
+        self.pads = self.family == "gpu" and leaves_triton(table.graph)
 
     def hold(self, is_edge: bool, owner: int, start: int, end: int, category: str, label: str) -> None:
         self.rows.append((is_edge, owner, start, max(end, start + 1)))
@@ -67,7 +72,7 @@ def build_program(
         capacity: bytes per device, or None.
         objective: "step_time" or "communication".
     """
-    account = _Account()
+    account = _Account(table)
     weight = 1.0 if objective == "step_time" else TIE_BREAK
     node_bytes: dict[int, np.ndarray] = {}
     extra: list[Edge] = []
@@ -92,6 +97,7 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
     if copies.any() and _counts(table, flow):
         for op_id, operand in flow.uses:
             start, end = _copy_lifetime(table, flow, op_id)
+            start = min(start, account.gathered.get(table.graph.ops[op_id].inputs[operand], start))
             account.hold(True, index, start, end, "gathered", _label(table, op_id, operand))
     return Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, flow.count * seconds, copies)
 
@@ -200,7 +206,20 @@ def _hold_results(
             (int(buffers.time[m]), int(buffers.time[m]) + 1, "activations", graph.ops[m].scope) for m in cls.members
         ]
         hold(held, spans)
-    padded = copies_for_tiles(graph, representative, cls.strategies, sizes, getattr(table.profile, "family", ""))
+        waiting = np.array(
+            [
+                local_bytes(tensor.shape, tensor.itemsize, s.partial, sizes) if s.resolutions and s.partial else 0
+                for s in cls.strategies
+            ]
+        )
+        ends = [(m, account.reduced.get(graph.ops[m].outputs[0], 0)) for m in cls.members]
+        hold(
+            waiting,
+            [(t + 1, end + 1, "gradients", graph.ops[m].scope) for m, end in ends if end > (t := int(buffers.time[m]))],
+        )
+    if not account.pads:
+        return
+    padded = copies_for_tiles(graph, representative, cls.strategies, sizes)
     times = [(int(buffers.time[m]), graph.ops[m].scope) for m in cls.members]
     hold(padded, [(time, time + 1, "activations", scope) for time, scope in times])
 

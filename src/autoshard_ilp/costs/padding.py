@@ -1,9 +1,10 @@
 """Copies that a compiler makes because a shape does not suit its matrix unit.
 
-XLA:GPU hands products of 16-bit numbers to tensor cores in tiles. Where a dimension of one device's share is not a
-multiple of 8, it first pads the operands that have the dimension, and slices the result: each is one more copy of that
-array while the product runs (``xla/service/gpu/transforms/cublas_pad_for_gemms``). A vocabulary of 50257 tokens is the
-usual case: the logits, their gradient and the output weights are all copied.
+XLA:GPU hands products to Triton, which needs no padding. Where Triton finds no tiles, as for attention over 197 tokens,
+products go to cuBLAS instead, without a GPU to try on all of them. cuBLAS has a workspace, and products of 16-bit
+numbers where a dimension of one device's share is no multiple of 8 are padded first and their results sliced: one more
+copy of each operand while the product runs (``xla/service/gpu/transforms/cublas_pad_for_gemms``; the slice of the
+result fuses into what reads it).
 
 XLA:TPU pads inside its tiled layouts instead, and picks the order of dimensions that pads least, so that arrays of
 these sizes grow by less than a percent; that is not modelled.
@@ -24,21 +25,40 @@ GEMM_MULTIPLE = 8
 """Elements that a dimension of a 16-bit product is padded to a multiple of."""
 
 
-def copies_for_tiles(
-    graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int], family: str
-) -> np.ndarray:
-    """Bytes of padded copies that one device holds while an operation runs, per strategy; zeros mostly.
+TRITON_TILE = 16
+"""Elements of the smallest tile; a token dimension that is no multiple of it cannot be tiled with its neighbours."""
+
+WORKSPACE_BYTES = 2**25
+"""Of a cuBLAS call on Hopper and later (``xla/service/gpu/transforms/gemm_rewriter``; 4 MiB before)."""
+
+
+def leaves_triton(graph: Graph) -> bool:
+    """Whether XLA:GPU, without a GPU to try on, finds no Triton tiles for some product of a step."""
+    for op in graph.ops:
+        if op.primitive != "dot_general":
+            continue
+        _, batch = op.params["dimension_numbers"]
+        if not batch[0]:
+            continue
+        for t, dims in zip((graph.tensors[t] for t in op.inputs), batch, strict=True):
+            if any(n > TRITON_TILE and n % TRITON_TILE for d, n in enumerate(t.shape) if d not in dims):
+                return True
+    return False
+
+
+def copies_for_tiles(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
+    """Bytes of padded copies and workspace that one device holds while cuBLAS runs an operation, per strategy.
 
     Args:
         graph: of the step.
         op: any operation.
         strategies: its strategies.
         axis_sizes: devices along each mesh axis.
-        family: of the hardware.
     """
     held = np.zeros(len(strategies), np.int64)
-    if family != "gpu" or op.primitive != "dot_general" or len(op.inputs) != 2:
+    if op.primitive != "dot_general" or len(op.inputs) != 2:
         return held
+    held += WORKSPACE_BYTES
     tensors = [graph.tensors[t] for t in (*op.inputs, *op.outputs)]
     if any(t.itemsize != 2 for t in tensors[:2]):
         return held
@@ -48,7 +68,6 @@ def copies_for_tiles(
         for t, contract, batch in zip(tensors, (contract_l, contract_r), (batch_l, batch_r), strict=False)
     ]
     for i, s in enumerate(strategies):
-        after = s.partial if s.partial is not None else s.results[0]
         if s.operands[0] is None or s.operands[1] is None:
             continue
         left, right = (
@@ -60,11 +79,9 @@ def copies_for_tiles(
         k = math.prod(left[d] for d in contract_l)
         if min(m, n, k) == 1:
             continue  # a product with a vector
-        result = _local_shape(tensors[2].shape, after, axis_sizes)
         odd_m, odd_n, odd_k = (size % GEMM_MULTIPLE != 0 for size in (m, n, k))
-        padded = ((left, odd_m or odd_k), (right, odd_n or odd_k), (result, odd_m or odd_n))
-        copies = [math.prod(part) * t.itemsize for t, (part, odd) in zip(tensors, padded, strict=True) if odd]
-        held[i] = math.ceil(sum(copies))
+        padded = ((left, odd_m or odd_k), (right, odd_n or odd_k))
+        held[i] += math.ceil(sum(2 * math.prod(part) for part, odd in padded if odd))
     return held
 
 
