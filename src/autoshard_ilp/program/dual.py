@@ -86,6 +86,8 @@ class Dual:
         return fresh
 
     def _cut(self, choices: np.ndarray, cost: float, excess: np.ndarray) -> None:
+        if not math.isfinite(cost):  # decoded on the way, but no plan
+            return
         self.cuts.append((cost, excess))
         self.plans.append(choices)
 
@@ -113,6 +115,8 @@ class Dual:
             lower = max(lower, bound)
 
         def done() -> bool:
+            if math.isinf(upper) or math.isinf(lower):
+                return lower > search.upper * (1 + 1e-10)
             near = CLOSE / 2 * (search.upper - lower) if math.isfinite(search.upper) else ROUGH * abs(upper)
             return upper - lower <= max(1e-9 * abs(upper), near) or lower > search.upper * (1 + 1e-10)
 
@@ -165,6 +169,8 @@ class Dual:
         """Maximiser of the model (seconds per byte), its value, and the box, wider where the maximiser touches it."""
         from scipy.optimize import linprog
 
+        if not self.cuts:
+            return self.prices, math.inf, box
         scale = max(1, self.owner.capacity)
         unit = max(abs(c) for c, _ in self.cuts) or 1.0
         result = linprog(

@@ -97,7 +97,10 @@ def solve(
 
 
 CLOSE = 1e-2
-"""Relative gap at which the relaxation without memory is left, once its best plan does not fit."""
+"""Relative gap at which the relaxation without memory is left, once its best plan does not fit .."""
+
+ENOUGH_ROUNDS = 2
+""".. and the rounds after which it is left in any case."""
 
 
 def _room(search: Search) -> Room | None:
@@ -138,6 +141,8 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
 
     def done() -> bool:
         # What matters of a relaxation whose optimum is almost known, and does not fit, is only where to go on from.
+        if not state["fits"] and len(descent.log) > ENOUGH_ROUNDS:
+            return True
         least = PROOF if state["fits"] else CLOSE
         gap = max(search.options.relative_gap, least) * abs(state["upper"])
         return bool(state["upper"] - state["lower"] <= gap)
