@@ -43,12 +43,42 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, _core.Literal)
 
 
-def called_jaxpr(primitive: str, params: Mapping[str, Any]) -> tuple[Any, Sequence[Any]] | None:
-    """The jaxpr and its constants that a calling equation runs; None for any other equation."""
+#: Primitives that only some platforms can lower; a branch with one of them is not for every platform.
+_OF_ONE_PLATFORM = frozenset({"pallas_call", "ffi_call", "custom_call", "tpu_custom_call", "mosaic_gpu", "triton_call"})
+
+
+def called_jaxpr(primitive: str, params: Mapping[str, Any]) -> tuple[Any, Sequence[Any], tuple[slice, ...]] | None:
+    """What an equation runs that merely calls: jaxpr, constants, which of its operands; None for any other equation.
+
+    A ``custom_linear_solve`` runs its ``solve`` (the other three only serve differentiation, which is over). A choice
+    between platforms runs its default, or the first branch, that every platform can run.
+    """
+    everything = (slice(None),)
+    if primitive == "custom_linear_solve":
+        lengths = tuple(params["const_lengths"])
+        first = sum(lengths[:2])
+        return *open_jaxpr(params["jaxprs"].solve), (slice(first, first + lengths[2]), slice(sum(lengths), None))
+    if primitive == "cond" and params.get("branches_platforms") is not None:
+        platforms = params["branches_platforms"]
+        branches = sorted(zip(platforms, params["branches"], strict=True), key=lambda pair: pair[0] is not None)
+        portable = [b for p, b in branches if (p is None or "cpu" in p) and _primitives(b).isdisjoint(_OF_ONE_PLATFORM)]
+        return (*open_jaxpr(portable[0]), (slice(1, None),)) if portable else None
     name = CALL_PARAMS.get(primitive)
     if name is None or name not in params:
         return None
-    return open_jaxpr(params[name])
+    return *open_jaxpr(params[name]), everything
+
+
+def _primitives(closed_jaxpr: Any) -> set[str]:
+    """Names of all primitives in a jaxpr and those that it calls."""
+    jaxpr, _ = open_jaxpr(closed_jaxpr)
+    found = {eqn.primitive.name for eqn in jaxpr.eqns}
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(inner, (_core.Jaxpr, _core.ClosedJaxpr)):
+                    found |= _primitives(inner)
+    return found
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -100,8 +130,26 @@ def bind_equation(eqn: Any, args: Sequence[Any], name_stack: Any) -> list[Any]:
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     with like_equation(eqn, name_stack):
-        out = eqn.primitive.bind(*args, **params)
+        out = binder(eqn)(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def binder(eqn: Any) -> Any:
+    """The ``bind`` of an equation's primitive, in the memory order that its kernel needs.
+
+    XLA:CPU (jaxlib 0.10) takes the order of a collective beside an ``fft`` over, and then refuses to run an ``fft``
+    that is not in rows ("LayoutUtil::IsMonotonicWithDim0Major").
+    """
+    bind = eqn.primitive.bind
+    if eqn.primitive.name != "fft":
+        return bind
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    def in_rows(value: Any, **params: Any) -> Any:
+        rows = Layout(major_to_minor=tuple(range(value.ndim)))
+        return with_layout_constraint(bind(with_layout_constraint(value, rows), **params), rows)
+
+    return in_rows
 
 
 @contextmanager

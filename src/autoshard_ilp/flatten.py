@@ -120,7 +120,8 @@ class _Flattener:
         name = eqn.primitive.name
         called = compat.called_jaxpr(name, eqn.params)
         if called is not None:
-            jaxpr, values = called
+            jaxpr, values, operands = called
+            inputs = [t for part in operands for t in inputs[part]]
             if name in compat.REMAT_PRIMITIVES:
                 inputs = self.remat_barrier(eqn, inputs, ctx)
             return self.inline(jaxpr, self.constants(jaxpr, values, ctx), inputs, self.below(eqn, ctx))

@@ -48,9 +48,12 @@ def local_bytes(shape: Sequence[int], itemsize: float, layout: Layout, axis_size
 
 
 def divides(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
-    """Whether every dimension is a multiple of its number of shards, as jit's arguments and results must be."""
+    """Whether every dimension is a multiple of its number of shards, as jit's arguments and results must be.
+
+    There is nothing to shard of an empty dimension.
+    """
     shards = shards_of_dims(layout, len(shape), axis_sizes)
-    return all(d % n == 0 for d, n in zip(shape, shards, strict=True))
+    return all(d % n == 0 and (d or n == 1) for d, n in zip(shape, shards, strict=True))
 
 
 def reordered_axes(moved: Sequence[int], layout: Layout, dim: int) -> tuple[int, ...]:

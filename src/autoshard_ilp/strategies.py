@@ -144,8 +144,10 @@ def _size_fits(size: int, shards: int, uneven: bool) -> bool:
 
 
 def _places(rule: Rule) -> dict[str, bool]:
-    """Shardable factors, each with whether it is alone in every dimension where it occurs (then padding is allowed)."""
-    alone = {name: True for name, f in rule.factors.items() if f.kind in (Kind.PASS, Kind.REDUCTION) and f.size > 1}
+    """Shardable factors, each with whether it may be padded: alone in every dimension and not to be even."""
+    alone = {
+        name: not f.even for name, f in rule.factors.items() if f.kind in (Kind.PASS, Kind.REDUCTION) and f.size > 1
+    }
     for dims in (*rule.operands, *rule.results):
         for dim in dims:
             for position, name in enumerate(dim):

@@ -102,8 +102,9 @@ def _evaluate(closed_jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     for eqn in jaxpr.eqns:
         called = compat.called_jaxpr(eqn.primitive.name, eqn.params)
         args = [read(atom) for atom in eqn.invars]
-        if called is not None and len(called[0].invars) == len(args):
-            results = _evaluate_open(*called, args)
+        picked = [arg for part in called[2] for arg in args[part]] if called is not None else []
+        if called is not None and len(called[0].invars) == len(picked):
+            results = _evaluate_open(*called[:2], picked)
         else:
             results = [_result(eqn, args)] if len(eqn.outvars) == 1 else [None] * len(eqn.outvars)
         env.update(zip(eqn.outvars, results, strict=True))

@@ -19,7 +19,9 @@ class Builder:
         self._factors: dict[str, Factor] = {}
         self._letters = _letters()
 
-    def dim(self, size: int, kind: Kind = Kind.PASS, *, stem: str = "", combine: str = "add") -> Dim:
+    def dim(
+        self, size: int, kind: Kind = Kind.PASS, *, stem: str = "", combine: str = "add", even: bool = False
+    ) -> Dim:
         """A new factor as a dimension of its own; ``()`` for size 1, which there is nothing to shard of.
 
         An empty dimension (size 0) gets a factor that is never sharded.
@@ -29,12 +31,13 @@ class Builder:
         if size == 0:
             kind = Kind.REPLICATE
         name = self._name(stem)
-        self._factors[name] = Factor(int(size), kind, combine)
+        self._factors[name] = Factor(int(size), kind, combine, even and kind is not Kind.REPLICATE)
         return (name,)
 
     def dims(self, shape: Iterable[int], kind: Kind = Kind.PASS) -> Dims:
-        """One new factor per dimension."""
-        return tuple(self.dim(size, kind) for size in shape)
+        """One new factor per dimension; an empty array stays whole, since XLA keeps no layout of it."""
+        sizes = tuple(shape)
+        return tuple(self.dim(size, kind if all(sizes) else Kind.REPLICATE) for size in sizes)
 
     def rule(self, operands: Sequence[Dims], results: Sequence[Dims], flops: float = 0.0) -> Rule:
         """The finished rule."""

@@ -34,8 +34,8 @@ def loop_stack(op: OpView) -> Rule:
     return b.rule([rest], [(steps, *rest)])
 
 
-@register("debug_callback", "debug_print", "io_callback", "pure_callback")
-def callback(op: OpView) -> Rule:
-    """Python code sees whole arrays."""
+@register("debug_callback", "debug_print", "io_callback", "pure_callback", "while_cond", "platform_index")
+def whole(op: OpView) -> Rule:
+    """Python code sees whole arrays, and every device decides alike whether a loop goes on."""
     b = Builder()
     return b.rule([b.dims(s, Kind.REPLICATE) for s in op.in_shapes], [b.dims(s, Kind.REPLICATE) for s in op.out_shapes])

@@ -10,6 +10,7 @@ The dimension numbers are those of the XLA operation semantics, under "Gather" a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autoshard_ilp.rules.builder import Builder, is_summable
@@ -58,6 +59,10 @@ def scatter(op: OpView) -> Rule:
     inserted = {int(d) for d in numbers.inserted_window_dims}
     window_dims = [d for d in range(len(operand_shape)) if d not in inserted and d not in batching]
     windows = dict(zip(window_dims, (update_shape[int(u)] for u in numbers.update_window_dims), strict=True))
+    combine = SCATTER_COMBINE.get(op.primitive)
+    # Where shards are padded, XLA (jaxlib 0.10) applies a single update once too often, and the padding of rows as if
+    # it were an update: wrong results, both.
+    single = math.prod(index_shape[:-1]) == 1
     b = Builder()
 
     operand: list[Dim] = []
@@ -65,11 +70,13 @@ def scatter(op: OpView) -> Rule:
         window = windows.get(d, 1)
         # One element per update: each device keeps the updates in its range. Wider windows may straddle two ranges.
         free = d in batching or window == size or (window == 1 and d in indexed)
-        operand.append(b.dim(size, Kind.PASS if free else Kind.REPLICATE))
+        operand.append(b.dim(size, Kind.PASS if free else Kind.REPLICATE, even=single))
     partners = _partners(numbers.scatter_indices_batching_dims, batching, operand)
-    combine = SCATTER_COMBINE.get(op.primitive)
     kind = reduction_kind(combine, op.in_dtypes[0]) if combine else Kind.REPLICATE
-    rows = [partners.get(i) or b.dim(size, kind, combine=combine or "add") for i, size in enumerate(index_shape[:-1])]
+    rows = [
+        partners.get(i) or b.dim(size, kind, combine=combine or "add", even=True)
+        for i, size in enumerate(index_shape[:-1])
+    ]
     slices = [operand[d] if windows[d] == operand_shape[d] else b.dim(windows[d], Kind.REPLICATE) for d in window_dims]
     updates = _interleave(len(update_shape), numbers.update_window_dims, slices, rows)
     indices = (*rows, b.dim(index_shape[-1], Kind.REPLICATE))

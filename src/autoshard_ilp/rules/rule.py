@@ -9,7 +9,8 @@ Printed form, for ``dot_general`` of a batched matrix product::
     (b m k, b k n) -> (b m n) reduction={k}
 
 and for a reshape that splits one dimension in two: ``((h d)) -> (h d)``. Kinds that are not pass-through follow as
-``reduction={k:add}`` (``:add`` is left out), ``permutation={x}``, ``replicate={x}``. The notation is that of the
+``reduction={k:add}`` (``:add`` is left out), ``permutation={x}``, ``replicate={x}``; ``even={x}`` may be sharded only
+where it divides. The notation is that of the
 sharding rules of OpenXLA Shardy (docs/propagation.md) and of ``jax.experimental.custom_partitioning``.
 """
 
@@ -35,11 +36,15 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of a rule. ``combine`` is how partial results are combined: add, max, min, mul, and, or."""
+    """One factor of a rule. ``combine`` is how partial results are combined: add, max, min, mul, and, or.
+
+    ``even``: sharded only where it divides, since XLA mistakes its padding for values.
+    """
 
     size: int
     kind: Kind = Kind.PASS
     combine: str = "add"
+    even: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Rule:
             ]
             if names:
                 line += f" {kind.value}={{{','.join(names)}}}"
+        even = [name for name, f in self.factors.items() if f.even]
+        line += f" even={{{','.join(even)}}}" if even else ""
         return line if self.known else line + " unknown"
 
 
