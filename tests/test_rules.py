@@ -63,7 +63,7 @@ def view(primitive: str, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]
         (view("sharding_constraint", [(4, 6)], [(4, 6)]), "(a b) -> (a b)"),
         (view("debug_callback", [(4, 6)], []), "(a b) -> () replicate={a,b}"),
         (view("concatenate", [(4, 6)], [(4, 6)], dimension=1), "(a b) -> (a b)"),
-        (view("add", [(0, 4), (0, 4)], [(0, 4)]), "(a b, a b) -> (a b) replicate={a}"),
+        (view("add", [(0, 4), (0, 4)], [(0, 4)]), "(a b, a b) -> (a b) replicate={a,b}"),
         (view("reduce_max", [(4,)], [()], axes=(0,)), "(a) -> () reduction={a:max}"),
     ],
     ids=lambda x: x.primitive if isinstance(x, OpView) else "",
