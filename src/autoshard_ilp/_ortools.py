@@ -11,7 +11,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 from typing import Any
+
+_LOADING = threading.RLock()  # what another thread is still importing is in sys.modules already, half made
 
 
 def load_cp_model() -> Any:
@@ -25,14 +28,15 @@ def load_mathopt() -> Any:
 
 
 def _load(name: str) -> Any:
-    if name in sys.modules:
-        return sys.modules[name]
-    deep = getattr(os, "RTLD_DEEPBIND", 0)
-    if not deep:
-        return importlib.import_module(name)
-    flags = sys.getdlopenflags()
-    sys.setdlopenflags(flags | deep)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.setdlopenflags(flags)
+    with _LOADING:
+        if name in sys.modules:
+            return sys.modules[name]
+        deep = getattr(os, "RTLD_DEEPBIND", 0)
+        if not deep:
+            return importlib.import_module(name)
+        flags = sys.getdlopenflags()
+        sys.setdlopenflags(flags | deep)
+        try:
+            return importlib.import_module(name)
+        finally:
+            sys.setdlopenflags(flags)
