@@ -119,18 +119,16 @@ def optimize(
     def check(shape: Any) -> Request:
         return check_request(shape, memory_budget, hardware, pins, objective, solver, strict)
 
-    if mesh is None:
-        from autoshard_ilp.auto_mesh import optimize_without_mesh
-
-        best = optimize_without_mesh(model, check, policies, Progress(progress), while_trip_count, **options)
-        if not verify and target is None:
-            return best
-        mesh = best.mesh
-    request = check(mesh)
+    request = None if mesh is None else check(mesh)
     with Progress(progress).running() as shown:
-        with shown.stage("trace"):
-            traced = trace(model, request.mesh, **options)
-        plan = plan_traced(traced, request, shown, policies, while_trip_count)
+        if request is None:
+            from autoshard_ilp.auto_mesh import plan_without_mesh
+
+            traced, request, plan = plan_without_mesh(model, check, policies, shown, while_trip_count, **options)
+        else:
+            with shown.stage("trace"):
+                traced = trace(model, request.mesh, **options)
+            plan = plan_traced(traced, request, shown, policies, while_trip_count)
         if not verify and target is None:
             return plan
         return until_it_fits(

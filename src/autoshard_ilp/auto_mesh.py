@@ -26,16 +26,19 @@ def attached_mesh(shape: dict[str, int]) -> Any:
     return Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def optimize_without_mesh(
+def plan_without_mesh(
     model: Any, check: Any, policies: Sequence[str], progress: Any, while_trip_count: int | None = None, **options: Any
-) -> Plan:
-    """Plans one traced step on every mesh shape of the attached devices; the fastest plan, with a note of the others.
+) -> tuple[Any, Any, Plan]:
+    """Plans one traced step on every mesh shape of the attached devices.
+
+    Returns:
+        The traced step, the request of the best mesh, and the fastest plan, with a note of the others.
 
     Args:
         model: see :func:`autoshard_ilp.optimize`.
         check: mesh -> the checked request (:class:`autoshard_ilp.api.Request`).
         policies: rematerialisation policies to try.
-        progress: :class:`autoshard_ilp.progress.Progress`, not yet running.
+        progress: :class:`autoshard_ilp.progress.Progress`, running.
         while_trip_count: iterations that a loop of unknown length is priced at.
         options: of the trace.
 
@@ -51,18 +54,17 @@ def optimize_without_mesh(
 
     ensure_jax_backend()
     requests = [check(attached_mesh(shape)) for shape in mesh_shapes(jax.device_count())]
-    plans: list[Plan] = []
+    plans: list[tuple[Any, Plan]] = []
     failures: list[InfeasibleError] = []
-    with progress.running() as shown:
-        with shown.stage("trace"):
-            traced = trace_model(model, device_count=jax.device_count(), **options)
-        for request in requests:
-            if traced.batch_size > 1 and all(traced.batch_size % s for s in request.mesh.axis_sizes if s > 1):
-                continue
-            try:
-                plans.append(plan_traced(traced, request, shown, policies, while_trip_count))
-            except InfeasibleError as error:
-                failures.append(error)
+    with progress.stage("trace"):
+        traced = trace_model(model, device_count=jax.device_count(), **options)
+    for request in requests:
+        if traced.batch_size > 1 and all(traced.batch_size % s for s in request.mesh.axis_sizes if s > 1):
+            continue
+        try:
+            plans.append((request, plan_traced(traced, request, progress, policies, while_trip_count)))
+        except InfeasibleError as error:
+            failures.append(error)
     if not plans and not failures:
         raise InputShapeError(
             f"The global batch must divide by at least one mesh axis. Received: batch_size={traced.batch_size} and "
@@ -70,6 +72,7 @@ def optimize_without_mesh(
         )
     if not plans:
         raise min(failures, key=lambda e: e.minimum_budget or float("inf"))
-    best = min(plans, key=lambda p: (p.cost.total_s, len(p.mesh.axis_names)))
-    seconds = ", ".join(f"{p.mesh}: {p.cost.total_s * 1e3:.3f} ms" for p in plans)
-    return replace(best, notes=(*best.notes, f"Mesh chosen by step time among {seconds}."))
+    request, best = min(plans, key=lambda found: (found[1].cost.total_s, len(found[1].mesh.axis_names)))
+    seconds = ", ".join(f"{p.mesh}: {p.cost.total_s * 1e3:.3f} ms" for _, p in plans)
+    note = f"Mesh chosen by step time among {seconds}."
+    return traced, request, replace(best, notes=(*best.notes, note))
