@@ -34,6 +34,7 @@ CHECK = 10  # sweeps between two plans
 CORE = 3  # strategies per node of a core
 CORE_CELLS = 100_000
 CORE_SWEEPS = 10
+ASK_AFTER = 3  # rounds
 STALL = 0.05  # a round ends when CHECK sweeps close less than this part of the gap
 
 
@@ -86,6 +87,7 @@ class Descent:
         deadline: monotonic seconds.
         removed: told per node the strategies that cannot be in an assignment cheaper than what ``offer`` returned.
         rounds: most neighbours and most table cells of an eliminated node, round by round.
+        ask: where the descent is still open after ``ASK_AFTER`` rounds, asked once for a plan.
     """
 
     offer: Callable[[np.ndarray], float]
@@ -94,6 +96,7 @@ class Descent:
     deadline: float
     removed: Callable[[dict[int, np.ndarray]], None] | None = None
     rounds: Sequence[tuple[int, int]] = ROUNDS
+    ask: Callable[[], np.ndarray | None] | None = None
     log: list[dict[str, Any]] = field(default_factory=list)
     presolve_seconds: float = 0.0  # of all rounds
 
@@ -103,7 +106,10 @@ class Descent:
         Raises:
             EmptyNodeError: no plan is cheaper than ``upper`` (with no upper bound: no plan at all).
         """
-        for degree, cells in self.rounds:
+        for number, (degree, cells) in enumerate(self.rounds):
+            if number == ASK_AFTER and self.ask is not None:
+                plan = self.ask()
+                upper = upper if plan is None else min(upper, self.offer(plan))
             since = time.monotonic()
             before = net.size()
             presolve = Presolve(net, max_degree=degree, max_cells=cells, deadline=self.deadline)

@@ -24,6 +24,7 @@ from autoshard_ilp.program.large.route import solve_in_turn
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.search import PROOF, Search
+from autoshard_ilp.program.start import local_start
 
 
 def check(program: Program, hint: np.ndarray | None) -> None:
@@ -149,7 +150,11 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
 
     if search.best is not None:
         offer(search.best)
-    descent = Descent(offer, prove, done, search.deadline)
+
+    def ask() -> np.ndarray | None:
+        return local_start(program, room, search.options, state["best"], search.deadline)
+
+    descent = Descent(offer, prove, done, search.deadline, ask=ask)
     search.report["descent"] = descent.log
     try:
         start = build_net(program) if room is None else build_net(program, room.keep, cells=room.cells)
