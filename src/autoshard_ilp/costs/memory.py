@@ -286,19 +286,34 @@ def _last_uses(graph: Graph, root: np.ndarray, stored: np.ndarray, time: np.ndar
 def _overwritten(
     graph: Graph, root: np.ndarray, stored: np.ndarray, last_use: np.ndarray, time: np.ndarray
 ) -> Iterator[int]:
-    """Buffers that a fused operation reads for the last time and overwrites with a result of the same size."""
+    """Buffers that a fused operation reads for the last time and overwrites with a result of the same size.
+
+    A product's result whose only reader is a chain of elementwise operations is among them; XLA:GPU may even fuse the
+    chain into the product.
+    """
     for op in graph.ops:
         written = [t for t in op.outputs if stored[t]]
         if not written or not fusible(op) or op.primitive in ("argument", "constant"):
             continue
         size = graph.tensors[written[0]].bytes
-        for t in dict.fromkeys(int(root[t]) for t in op.inputs):
+        for t in _behind_chain(graph, root, stored, op):
             producer = graph.tensors[t].producer
             if producer is None or graph.ops[producer].primitive in ("argument", "constant"):
                 continue
             if stored[t] and last_use[t] == time[op.id] and graph.tensors[t].bytes == size:
                 yield t
                 break
+
+
+def _behind_chain(graph: Graph, root: np.ndarray, stored: np.ndarray, op: Op) -> list[int]:
+    """Tensors that an operation reads, and those behind what is computed inside it for it alone."""
+    found = list(dict.fromkeys(int(root[t]) for t in op.inputs))
+    for t in found:  # grows on the way
+        producer = graph.tensors[t].producer
+        if stored[t] or producer is None or not fusible(graph.ops[producer]) or len(graph.tensors[t].consumers) != 1:
+            continue
+        found += [r for r in (int(root[i]) for i in graph.ops[producer].inputs) if r not in found]
+    return found
 
 
 def _region_ends(graph: Graph, time: np.ndarray) -> dict[int, int]:
