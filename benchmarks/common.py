@@ -79,16 +79,21 @@ def import_everything() -> float:
     return time.perf_counter() - began
 
 
+def commit() -> str:
+    """The commit of this checkout, short; "unknown" outside of one."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
+    return found.stdout.strip() or "unknown"
+
+
 def machine() -> str:
     """Date, processor and versions, as a Markdown list."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     packages = ("autoshard-ilp", "jax", "keras", "keras-hub", "ortools", "numpy")
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return "\n".join(
         (
-            f"- date: {datetime.date.today().isoformat()}, commit {commit.stdout.strip() or 'unknown'}",
+            f"- date: {datetime.date.today().isoformat()}, commit {commit()}",
             f"- machine: {os.cpu_count()} cores ({platform.machine()}), {memory:.0f} GB, load average {load}",
             f"- Python {platform.python_version()}, {versions}",
         )

@@ -66,6 +66,25 @@ def test_cheap_values_are_recomputed_and_dear_ones_kept():
     assert cheap == [("dot_general", (64, 64))]
 
 
+def test_an_elementwise_chain_behind_a_product_overwrites_it():
+    def capped(a, b):
+        return jnp.tanh(a @ b / 30.0) * 30.0
+
+    def capped_and_read(a, b):
+        y = a @ b
+        return jnp.tanh(y / 30.0) * 30.0, y
+
+    ends = []
+    for function in (capped, capped_and_read):
+        graph = _graph(function, X, X)
+        buffers = analyse(graph, "gpu")
+        product = next(op for op in graph.ops if op.primitive == "dot_general").outputs[0]
+        last = next(op for op in reversed(graph.ops) if op.primitive == "mul").outputs[0]
+        ends.append(int(buffers.end[product] - buffers.start[last]))
+    assert ends[0] == 0, "the chain's result takes the product's place"
+    assert ends[1] > 0
+
+
 def test_donated_state_is_updated_in_place():
     graph = _graph(lambda w, g: (w - 0.1 * g * g, jnp.sum(w)), X, X, aliases={0: 0})
     assert _stored(graph) == []

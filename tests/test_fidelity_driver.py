@@ -16,7 +16,7 @@ import fidelity
 def row(case: str, predicted: int, compiled: int, **more):
     found = {"predicted_bytes": predicted, "compiled_bytes": compiled, "unplanned_bytes": 0, "differences": []}
     peaks = {"predicted_peak_bytes": 100, "compiled_peak_bytes": 104, "predicted_flops": 10.0, "compiled_flops": 10.0}
-    return {"case": case, "status": "optimal", **found, **peaks, **more}
+    return {"case": case, "status": "optimal", "budget_bytes": 103, **found, **peaks, **more}
 
 
 @pytest.fixture
@@ -45,6 +45,7 @@ def test_agreement_is_counted_per_target(store):
     for line in fidelity.summary(rows):
         assert (line["cases"], line["bytes within 5 %"], line["unplanned below 1 %"]) == (2, 0.5, 0.5)
         assert line["peak within 10 %"] == 1.0
+        assert line["fits its budget"] == 0.0, "104 bytes do not fit into 103"
 
 
 def test_nothing_planned_and_nothing_sent_agrees():
@@ -72,3 +73,32 @@ def test_finished_cases_are_not_repeated(store, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fidelity.py", "--only", case, "--again"])
     assert fidelity.main() == 0 and asked == [case, case]
     assert (store.parent / "fidelity.md").exists()
+
+
+class _Case:
+    """Stands for a benchmark case; nothing is planned."""
+
+    mesh = None
+
+    def factory(self):
+        return None
+
+
+def test_a_tight_budget_is_the_first_share_that_has_a_plan(monkeypatch):
+    import autoshard_ilp as autoshard
+
+    asked = []
+
+    def refuse(model, mesh, budget, **options):
+        asked.append(budget)
+        if budget < options["least"]:
+            raise autoshard.InfeasibleError("no plan", minimum_budget=options.get("known"))
+        return budget
+
+    monkeypatch.setattr(autoshard, "optimize", refuse)
+    assert fidelity.tight(_Case(), 1000, {"least": 700}) == 750
+    assert fidelity.tight(_Case(), 1000, {"least": 900}) == 950
+    assert fidelity.tight(_Case(), 1000, {"least": 900, "known": 900}) == 918
+    assert asked == [750, 750, 850, 950, 750, 918]
+    with pytest.raises(autoshard.InfeasibleError):
+        fidelity.tight(_Case(), 1000, {"least": 2000})

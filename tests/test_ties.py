@@ -115,3 +115,26 @@ def test_only_even_layouts_are_looked_at_device_by_device() -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(AxisType.Auto,))
     assert is_even(NamedSharding(mesh, PartitionSpec("data")), (8, 3))
     assert not is_even(NamedSharding(mesh, PartitionSpec(None, "data")), (8, 3))
+
+
+def test_what_a_backward_loop_reads_waits_for_the_loop_before_it() -> None:
+    """Residuals of the first loop may only be gathered once the second loop's backward pass has run."""
+
+    def loss(w: Any, xs: Any) -> Any:
+        def layer(ys: Any) -> Any:
+            return jax.lax.scan(lambda c, x: (jnp.tanh(c @ w + x),) * 2, jnp.zeros((16, 16)), ys)[1]
+
+        return (layer(layer(xs)) ** 2).sum()
+
+    args = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 16), (8, 16, 16))]
+    closed = jax.make_jaxpr(lambda w, xs: jax.grad(loss)(w, xs))(*args)
+    graph = build_graph(closed, argument_paths=("w", "xs"), result_paths=("g",))
+    found = anchors(graph)
+    slices = [op for op in graph.ops if op.primitive == "loop_slice" and op.phase == "backward"]
+    regions = list(dict.fromkeys(op.region for op in slices))
+    assert len(regions) == 2
+    last = [op for op in slices if op.region == regions[1] and op.id in found]
+    assert last
+    for op in last:
+        producer = graph.ops[graph.tensors[found[op.id]].producer]
+        assert producer.region == regions[0] or producer.id > max(o.id for o in graph.ops if o.region == regions[0])

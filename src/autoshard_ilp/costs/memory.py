@@ -121,7 +121,8 @@ def analyse(graph: Graph, family: str = "") -> Buffers:
             )
             end[t.id] = horizon if t.id in held_to_end else max(last_use[t.id], start[t.id]) + 1
     for t_id in _overwritten(graph, root, stored, last_use, time):
-        end[t_id] = max(end[t_id] - 1, start[t_id] + 1)
+        if t_id not in held_to_end:
+            end[t_id] = max(end[t_id] - 1, start[t_id] + 1)
     return Buffers(stored, start, end, root, _reads(graph, root, stored), last_use, time, horizon)
 
 
