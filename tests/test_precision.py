@@ -1,4 +1,4 @@
-"""What XLA:TPU rounds early: 32-bit floats that only products read are held and sent as 16-bit ones."""
+"""What XLA rounds early: 32-bit floats that only 16-bit readers see are sent, on TPU also held, as 16-bit ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import keras
 import pytest
 
 import autoshard_ilp as autoshard
+from autoshard_ilp import manual
 from autoshard_ilp.costs.precision import precision
 from autoshard_ilp.graph import build_graph, insert_hubs
+from autoshard_ilp.verify import parse_collectives
+from compiled import NAMES, mesh_of, needs_cuda, sharding
 
 TPU, GPU = SimpleNamespace(family="tpu"), SimpleNamespace(family="gpu")
 MESH = {"data": 2, "model": 4}
@@ -54,13 +57,39 @@ KEPT = {
 @pytest.mark.parametrize("name", ROUNDED)
 def test_what_only_products_read_is_rounded(name: str) -> None:
     assert set(sent_as(ROUNDED[name])) == {2.0}
-    assert set(sent_as(ROUNDED[name], GPU)) == {4.0}
+    assert set(sent_as(ROUNDED[name], GPU)) == {2.0 if name == "converted" else 4.0}
     assert set(sent_as(ROUNDED[name], dtype="bfloat16")) == {2.0}
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_something_else_reads_is_kept(name: str) -> None:
     assert 4.0 in sent_as(KEPT[name])
+
+
+CAST: dict[str, tuple[Any, float]] = {
+    "one cast": (lambda x, w: jnp.sum(w.astype("bfloat16") @ x.astype("bfloat16")), 2.0),
+    "transposed": (lambda x, w: jnp.sum(w.T.astype("bfloat16") @ x.astype("bfloat16")), 2.0),
+    "two casts": (lambda x, w: jnp.sum(w.astype("bfloat16") @ x.astype("bfloat16") @ w.T.astype("bfloat16")), 4.0),
+    "read besides": (lambda x, w: jnp.sum(w.astype("bfloat16") @ x.astype("bfloat16")) + jnp.sum(w), 4.0),
+}
+
+
+@needs_cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", CAST)
+def test_the_gpu_compiler_casts_before_it_gathers(name: str) -> None:
+    function, each = CAST[name]
+    assert set(sent_as(function, GPU)) == {each}
+    mesh = mesh_of("h100:8")
+    shape = jax.ShapeDtypeStruct((SIZE, SIZE), "float32")
+
+    def gathered(x: Any, w: Any) -> Any:
+        return function(x, manual.move(w, (0, 0), (-1, -1), mesh, NAMES))
+
+    ins = (sharding(mesh, (-1, -1), 2), sharding(mesh, (0, 0), 2))
+    text = jax.jit(gathered, in_shardings=ins).lower(shape, shape).compile().as_text()
+    sent = sum(c.total_bytes_per_device for c in parse_collectives(text) if c.kind == "all-gather")
+    assert sent == SIZE * SIZE * each * 7 / 8
 
 
 def dense() -> Any:

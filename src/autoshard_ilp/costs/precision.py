@@ -1,4 +1,4 @@
-"""Which 32-bit floats XLA:TPU holds and sends as 16-bit ones.
+"""Which 32-bit floats XLA holds and sends as 16-bit ones.
 
 A TPU's matrix unit takes bfloat16. Under ``Precision.DEFAULT`` XLA:TPU rounds the float32 operands of products and
 convolutions, and its pass "bfloat16 propagation" moves the rounding upstream, through everything that only moves,
@@ -10,6 +10,9 @@ results of the step, sums and arithmetic.
 Source: ``EffectiveOperandPrecisionIsOutputPrecision`` in openxla/xla, xla/service/bfloat16_support.cc, lists what the
 rounding passes through; that collectives of every kind do was seen in programs compiled for v5e
 (``tests/test_precision.py``).
+
+XLA:GPU rounds nothing by itself, but its pass ``xla/service/collective_quantizer`` casts before a gather or all-to-all
+what a single reader would cast to 16 bits after it.
 """
 
 from __future__ import annotations
@@ -67,9 +70,11 @@ def precision(graph: Graph, profile: Any) -> Precision:
 
     Args:
         graph: of the step.
-        profile: :class:`~autoshard_ilp.costs.profile.HardwareProfile`; only the family "tpu" rounds.
+        profile: :class:`~autoshard_ilp.costs.profile.HardwareProfile`; the family "cpu" rounds nothing.
     """
     held = np.array([t.itemsize for t in graph.tensors], float)
+    if getattr(profile, "family", "") == "gpu":
+        return Precision(held, _cast_before_collectives(graph))
     if getattr(profile, "family", "") != "tpu":
         return Precision(held, tuple((False,) * len(op.inputs) for op in graph.ops))
     narrow = _narrow(graph)
@@ -78,6 +83,21 @@ def precision(graph: Graph, profile: Any) -> Precision:
         for op in graph.ops
     )
     return Precision(np.where(narrow, NARROW_BYTES, held), rounds)
+
+
+def _cast_before_collectives(graph: Graph) -> tuple[tuple[bool, ...], ...]:
+    """Operands whose copy has one reader, a cast to 16 bits, at most rearranged in between."""
+    reused = {op.params["first"] for op in graph.ops if op.primitive == "hub"}
+    casts = [False] * len(graph.ops)
+    for op in reversed(graph.ops):
+        if not op.inputs or not op.outputs or graph.tensors[op.inputs[0]].dtype != WIDE:
+            continue
+        if op.primitive == "convert_element_type":
+            casts[op.id] = graph.tensors[op.outputs[0]].dtype in ("bfloat16", "float16")
+        elif op.primitive in ("transpose", "reshape", "squeeze", "hub") and op.id not in reused:
+            readers = graph.tensors[op.outputs[0]].consumers
+            casts[op.id] = op.params.get("first") is None and len(readers) == 1 and casts[readers[0][0]]
+    return tuple((casts[op.id],) * len(op.inputs) for op in graph.ops)
 
 
 def _narrow(graph: Graph) -> np.ndarray:
