@@ -1,4 +1,4 @@
-"""Equations that XLA cannot partition correctly, replaced by equal ones while a jaxpr is flattened.
+"""Equations that XLA cannot partition well, or not correctly, replaced by equal ones while a jaxpr is flattened.
 
 **Batch-grouped convolutions** (``batch_group_count > 1``: JAX's kernel gradient of every depthwise or grouped
 convolution). On a mesh of two axes XLA's partitioner sums the partial results over devices that only hold copies, and
@@ -10,6 +10,12 @@ g, the convolution is::
 for every output position s (as few as the kernel has elements, in a gradient): one ``dot_general`` per s over a strided
 slice of the padded operand, batched over g. With too many positions it becomes a convolution with
 ``feature_group_count`` instead, whose left operand has the features ``(g f)``. Both forms partition correctly.
+
+**argmax and argmin** have partial results that no all-reduce combines: the reduced dimension would have to be gathered,
+the logits of a language model over a whole vocabulary for the sake of its accuracy. Written out they are two reductions
+that an all-reduce of one number per row combines: the extreme, and the first place that holds it (or a NaN)::
+
+    argmax(x) = min over places where x == max(x) or x != x
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-REWRITTEN = frozenset({"conv_general_dilated"})
+REWRITTEN = frozenset({"conv_general_dilated", "argmax", "argmin"})
 
 #: Output positions up to which a batch-grouped convolution becomes one product per position (7 x 7 kernels do).
 MAX_POSITIONS = 64
@@ -36,12 +42,26 @@ def rewrite(primitive: str, params: Mapping[str, Any], out_shape: Sequence[int])
         params: its parameters.
         out_shape: shape of its first result.
     """
+    if primitive in ("argmax", "argmin"):
+        return lambda x: _place_of_extreme(x, params, largest=primitive == "argmax")
     if primitive != "conv_general_dilated" or params["batch_group_count"] == 1:
         return None
     positions = [out_shape[d] for d in params["dimension_numbers"].out_spec[2:]]
     if math.prod(positions) > MAX_POSITIONS:
         return lambda lhs, rhs: _feature_grouped(lhs, rhs, params)
     return lambda lhs, rhs: _product_per_position(lhs, rhs, params, positions)
+
+
+def _place_of_extreme(x: Any, params: Mapping[str, Any], *, largest: bool) -> Any:
+    (axis,) = params["axes"]
+    if x.dtype == bool:
+        x = x.astype("int8")
+    best = lax.reduce_max(x, (axis,)) if largest else lax.reduce_min(x, (axis,))
+    hit = x == jnp.expand_dims(best, axis)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        hit |= x != x
+    place = lax.broadcasted_iota(params["index_dtype"], x.shape, axis)
+    return lax.reduce_min(jnp.where(hit, place, x.shape[axis] - 1), (axis,))
 
 
 def _product_per_position(lhs: Any, rhs: Any, params: Mapping[str, Any], positions: Sequence[int]) -> Any:

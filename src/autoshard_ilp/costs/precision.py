@@ -82,7 +82,7 @@ def precision(graph: Graph, profile: Any) -> Precision:
         tuple(graph.tensors[t].dtype == WIDE and _rounds(graph, op, i, narrow) for i, t in enumerate(op.inputs))
         for op in graph.ops
     )
-    return Precision(np.where(narrow, NARROW_BYTES, held), rounds)
+    return Precision(held, rounds)
 
 
 def _cast_before_collectives(graph: Graph) -> tuple[tuple[bool, ...], ...]:
