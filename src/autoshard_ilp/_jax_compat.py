@@ -298,3 +298,10 @@ def coordination() -> Coordination | None:
     if state.client is None or state.num_processes < 2:
         return None
     return Coordination(state.client, state.process_id, state.num_processes)
+
+
+def row_major(value: Any) -> Any:
+    """``value``, to be laid out in memory with its last dimension minor."""
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))

@@ -28,7 +28,7 @@ from autoshard_ilp import manual, ties
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, replicated, to_partition_spec
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_shape, replicated, to_partition_spec
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ class _Plan:
     ) -> None:
         self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
         self.marked = marked
+        on_tpu = isinstance(mesh, Mesh) and getattr(mesh.devices.flat[0], "platform", "") == "tpu"
+        self.gradients = _gradients(graph) if on_tpu else frozenset()
         self.schedule = graph.schedule()
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
         self._latest: dict[int, int] | None = None
@@ -149,6 +151,19 @@ class _Plan:
             moved = manual.move(value, before, after, self.mesh, self.axis_names)
         return self.constrain(value, tensor, after) if moved is None else moved
 
+    def stored_order(self, value: Any, tensor: int) -> Any:
+        """On TPU, a gradient in the order of dimensions in which its variable is stored.
+
+        XLA:TPU would rather copy the variable and its optimizer's slots into the order that the product which makes the
+        gradient likes, hold all copies at once, and copy the new values back. Variables of whole tiles are stored row
+        by row; others are left alone.
+        """
+        layout, shape = self.layout(tensor), self.graph.tensors[tensor].shape
+        if tensor not in self.gradients or layout is None or PARTIAL in layout:
+            return value
+        local = local_shape(shape, layout, [self.mesh.shape[name] for name in self.axis_names])
+        return compat.row_major(value) if local[-1] % 128 == 0 and local[-2] % 8 == 0 else value
+
     def anchor(self, op: Op) -> int | None:
         """The gradient that the backward pass has reached before ``op`` may run (:func:`ties.anchors`)."""
         if self._latest is None:
@@ -162,6 +177,24 @@ class _Plan:
             return None
         spec = manual.spec_of(layout, len(self.graph.tensors[tensor].shape), self.axis_names)
         return NamedSharding(self.mesh, spec)
+
+
+def _gradients(graph: Graph) -> frozenset[int]:
+    """Gradients that updates read, where they are computed: before they are converted to the variable's type."""
+    found = set()
+    for op in graph.ops:
+        for t in op.inputs if op.phase == "update" else ():
+            producer = graph.tensors[t].producer
+            while producer is not None and graph.ops[producer].phase == "backward":
+                found.add(t)
+                if graph.ops[producer].primitive not in ("convert_element_type", "hub", "copy"):
+                    break
+                found.discard(t)
+                t = graph.ops[producer].inputs[0]
+                producer = graph.tensors[t].producer
+    return frozenset(
+        t for t in found if len(graph.tensors[t].shape) > 1 and graph.tensors[t].dtype.startswith(("float", "bfloat"))
+    )
 
 
 class _Frame:
@@ -278,7 +311,8 @@ class _Run:
 
     def write(self, frame: _Frame, op: Op, j: int, value: Any) -> None:
         layout = self.plan.decisions.results.get((op.id, j))
-        frame.values[op.outputs[j]] = self.plan.constrain(value, op.outputs[j], layout)
+        value = self.plan.constrain(value, op.outputs[j], layout)
+        frame.values[op.outputs[j]] = self.plan.stored_order(value, op.outputs[j])
 
     # -- operations
 

@@ -51,6 +51,10 @@ UNFUSIBLE = frozenset(
 )
 """Operations that read their operands from memory and write their result to memory."""
 
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+"""XLA:TPU computes operands of these inside the kernel: an activation function is not written for the product after it,
+and is computed again for the weight's gradient."""
+
 MAX_LEAVES = 8
 """Buffers counted behind a fused tensor: enough to tell that reading them takes longer than reading the tensor."""
 
@@ -233,13 +237,19 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
             elif t in donated:
                 stored[t] = not fusible(op)
             else:
-                once = random or (dear and (family != "gpu" or _size(graph, mine) >= graph.tensors[t].bytes))
+                smaller = family == "gpu" and _size(graph, mine) < graph.tensors[t].bytes  # to read than to keep
+                once = family != "tpu" and (random or (dear and not smaller))
                 stored[t] = (
                     not fusible(op)
-                    or any(not fusible(r) and not r.primitive.startswith(REDUCTIONS) for r in readers[t])
+                    or any(not _fuses_operand(r, family) for r in readers[t])
                     or (once and len({r.id for r in readers[t]}) > 1)
                 )
     return stored
+
+
+def _fuses_operand(op: Op, family: str) -> bool:
+    """Whether an operation may compute its operands element by element while it reads them."""
+    return fusible(op) or op.primitive.startswith(REDUCTIONS) or (family == "tpu" and op.primitive in PRODUCTS)
 
 
 def _leaves(
