@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard_ilp.agreement import facts_of_step, planned_once
+from autoshard_ilp.arguments import flag, mapping
 from autoshard_ilp.costs.overlap import overlap_notes
 from autoshard_ilp.errors import InfeasibleError, InputShapeError, ProfileError, UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
@@ -31,6 +32,10 @@ ROLES = {
     "state": "state",
 }
 """Memory category of an argument's role; everything else counts as inputs."""
+
+
+MOST_BYTES = 2**62
+"""Budgets above this are no constraint, and 64-bit integers end not far from it."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,11 @@ def optimize(
     """
     policies = remat_policies(remat, mode)
     check_trip_count(while_trip_count)
+    flag("verify", verify)
+    if target is not None:
+        from autoshard_ilp.verify.targets import parse_target
+
+        parse_target(target)
     options = {
         "batch_size": batch_size,
         "inputs": inputs,
@@ -208,14 +218,17 @@ def check_request(
     """Checks everything that can be checked before the model is looked at."""
     from autoshard_ilp.costs.build import OBJECTIVES
 
+    mapping("pins", pins, '{"query/kernel": PartitionSpec(None, "model")}')
+    flag("strict", strict)
     where = as_mesh(mesh)
     profile, shape = _profile(hardware, where)
     if objective not in OBJECTIVES:
         raise InputShapeError(f"objective is one of {OBJECTIVES}. Received: {objective!r}.")
-    options = solver or SolverOptions()
+    options = SolverOptions() if solver is None else solver
     if not isinstance(options, SolverOptions):
         raise InputShapeError(f"solver is an autoshard_ilp.SolverOptions. Received: {options!r}.")
     capacity = profile.usable_memory_bytes if memory_budget is None else parse_bytes(memory_budget)
+    capacity = min(capacity, MOST_BYTES)
     if strict:
         options = replace(options, strict=True)
     return Request(where, profile, shape, capacity, pins, objective, options, restriction)
@@ -245,6 +258,11 @@ def _profile(hardware: Any, mesh: MeshSpec) -> tuple[Any, str | None]:
     if isinstance(hardware, str) and ":" in hardware and not hardware.endswith(".toml"):
         hardware, _, shape = hardware.partition(":")
     profile = load_profile(hardware)
+    if shape is not None and profile.torus is None and not shape.isdecimal():
+        raise ProfileError(
+            f"What follows the name of {profile.name!r} is a number of devices. Received: {shape!r}. Drop it, or write "
+            f'"{profile.name}:{mesh.size}".'
+        )
     shape = shape if profile.torus is not None else None  # "h100:8" says how many, which the mesh says already
     if found is not None and found != "cpu-host" and load_profile(found).family != profile.family:
         raise ProfileError(

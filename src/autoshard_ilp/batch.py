@@ -50,8 +50,9 @@ def input_specs(
     """
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise InputShapeError(f"batch_size must be a positive integer. Received: {batch_size!r}.")
-    if sequence_length is not None and sequence_length < 1:
-        raise InputShapeError(f"sequence_length must be a positive integer. Received: {sequence_length!r}.")
+    length = sequence_length
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+        raise InputShapeError(f"sequence_length must be a positive integer. Received: {length!r}.")
     structure = symbolic_inputs(model) if inputs is None else inputs
     if structure is None:
         raise InputShapeError(

@@ -7,7 +7,7 @@ value of a donated argument has that argument's name, and, like it, one layout.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -216,7 +216,7 @@ def _positions(donate_argnums: Donate, n_args: int) -> tuple[int, ...] | None:
             return None
         positions: tuple[Any, ...] = (donate_argnums,)
     else:
-        positions = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        positions = tuple(donate_argnums) if isinstance(donate_argnums, Iterable) else (donate_argnums,)
     if any(isinstance(p, bool) or not isinstance(p, int) or not -n_args <= p < n_args for p in positions):
         raise InputShapeError(
             f'donate_argnums is "auto" or positions of the {n_args} arguments. Received: {donate_argnums!r}.'

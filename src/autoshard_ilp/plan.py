@@ -127,6 +127,8 @@ class Plan:
         from autoshard_ilp.apply import auto_mesh
 
         mesh = getattr(mesh, "backend_mesh", mesh)  # of a keras.distribution.DeviceMesh
+        if not hasattr(mesh, "axis_names"):
+            raise PlanMismatchError(f"A plan runs on a jax.sharding.Mesh of {self.mesh}. Received: {mesh!r}.")
         sizes = tuple(dict(mesh.shape).get(n, 0) for n in self.mesh.axis_names)
         if sizes != self.mesh.axis_sizes or len(mesh.axis_names) != len(sizes):
             raise PlanMismatchError(
@@ -222,7 +224,9 @@ class Plan:
             seed: of the initializers; a live model's own values are laid out instead of being drawn again.
         """
         from autoshard_ilp import keras_integration
+        from autoshard_ilp.arguments import whole_number
 
+        whole_number("seed", seed, 0, none="a new seed each time")
         traced = self._step().traced
         if traced is None:
             raise UnsupportedModelError(
@@ -244,8 +248,10 @@ class Plan:
             PlanMismatchError: the model is not the one that was planned (it says what differs), or there are too few
                 devices.
         """
+        from autoshard_ilp.arguments import keras_model
         from autoshard_ilp.keras_runtime import apply_plan
 
+        keras_model(model, "plan.apply")
         apply_plan(self, model)
         return model
 
@@ -353,8 +359,11 @@ class Plan:
         Args:
             width: in columns; None: 120. Where standard output is not UTF-8, lines and pictures are drawn in ASCII.
         """
+        from autoshard_ilp.arguments import whole_number
         from autoshard_ilp.render import only_ascii, printable
         from autoshard_ilp.summary import text
+
+        whole_number("width", width, none="120")
 
         return printable(text(self, width, only_ascii=only_ascii()))
 

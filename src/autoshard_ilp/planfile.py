@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard_ilp import course
+from autoshard_ilp.arguments import file_path
 from autoshard_ilp.errors import PlanFileError
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.placement import Placement
@@ -24,7 +25,7 @@ VERSION = 1
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a plan; the file appears whole or not at all."""
-    target = Path(path)
+    target = file_path(path)
     text = json.dumps(to_dict(plan), separators=(",", ":"))
     try:
         write_whole(target, text.encode("utf-8"))
@@ -60,7 +61,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
     Raises:
         PlanFileError: the file is missing, truncated, not JSON, not a plan, damaged, or of a newer version.
     """
-    source = Path(path)
+    source = file_path(path)
     try:
         data = json.loads(source.read_text(encoding="utf-8"))
     except OSError as error:

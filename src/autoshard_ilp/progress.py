@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from autoshard_ilp.errors import InputShapeError
+
 
 class Progress:
     """Times the stages of one run and shows them where somebody watches.
@@ -18,6 +20,8 @@ class Progress:
     """
 
     def __init__(self, show: bool | Callable[[dict[str, Any]], None] | None = None) -> None:
+        if not (show is None or isinstance(show, bool) or callable(show)):
+            raise InputShapeError(f"progress is True, False, None or a callable of one dictionary. Received: {show!r}.")
         self.seconds: dict[str, float] = {}
         self._call = show if callable(show) else None
         watched = sys.stderr.isatty() or _in_notebook()

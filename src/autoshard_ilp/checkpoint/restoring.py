@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from autoshard_ilp.arguments import file_path
 from autoshard_ilp.checkpoint import storage
 from autoshard_ilp.checkpoint.entries import KINDS, Entry, entries_of_model, entries_of_tree, matched
 from autoshard_ilp.checkpoint.saving import KERAS_SUFFIXES, is_model
@@ -31,7 +32,7 @@ def restore_checkpoint(path: str | os.PathLike[str], target: Any, *, optimizer: 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or holds other variables.
     """
-    source = Path(path).absolute()
+    source = file_path(path).absolute()
     if source.name.endswith(KERAS_SUFFIXES):
         return _restore_keras(source, target, optimizer)
     index = storage.read_index(source)

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from autoshard_ilp.arguments import file_path
 from autoshard_ilp.checkpoint import storage
 from autoshard_ilp.checkpoint.entries import entries_of_model, entries_of_tree
 from autoshard_ilp.errors import CheckpointError
@@ -30,7 +31,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: Any, plan: Any = None) 
         CheckpointError: the path cannot be written, the folder holds other things, Orbax is not installed, or a state
             is saved in a format of Keras.
     """
-    target = Path(path).absolute()
+    target = file_path(path).absolute()
     if target.name.endswith(KERAS_SUFFIXES):
         _save_keras(target, state)
     else:

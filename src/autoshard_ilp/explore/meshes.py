@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoshard_ilp.arguments import mapping
 from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError
 from autoshard_ilp.explore.again import Known, Problem, failure_of, plan_of, solved
 from autoshard_ilp.explore.meshes_table import Candidate, MeshSearch
@@ -144,6 +145,7 @@ def _check(rank: str, prices: Any, kinds: Mapping[str, Any], max_axes: int, axis
         raise InputShapeError(
             f"max_axes is from 1 to the number of axis names. Received: {max_axes!r}, {axis_names!r}."
         )
+    mapping("prices", prices, '{"h100": 2.5}')
     for name, price in (prices or {}).items():
         if name not in kinds:
             raise InputShapeError(f"A price is for hardware of the search: {', '.join(kinds)}. Received: {name!r}.")

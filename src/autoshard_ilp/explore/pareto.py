@@ -191,6 +191,8 @@ def pareto(
         InputShapeError, UnsupportedModelError, ProfileError: as ``optimize``.
         InfeasibleError: the pins leave no plan at any budget.
     """
+    if isinstance(budgets, str | bytes) or not (budgets is None or hasattr(budgets, "__iter__")):
+        raise InputShapeError(f'budgets is a list of sizes such as ["8GB", "16GB"]. Received: {budgets!r}.')
     sizes = None if budgets is None else sorted({parse_bytes(b) for b in budgets})
     if sizes == [] or isinstance(max_points, bool) or not isinstance(max_points, int) or max_points < 2:
         raise InputShapeError(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from autoshard_ilp.arguments import file_path
 from autoshard_ilp.course import COMPUTE, Segment, op_events
 from autoshard_ilp.errors import InputShapeError, PlanFileError
 
@@ -43,7 +43,7 @@ def write(plan: Any, path: str | os.PathLike[str]) -> None:
         "otherData": {"plan": headline(plan), "what": "predicted by autoshard_ilp, not measured"},
     }
     try:
-        Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+        file_path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
     except OSError as error:
         raise PlanFileError(f"A trace is written to a file that can be written. Received: {path} ({error}).") from error
 

@@ -10,11 +10,14 @@ A forbidden choice costs ``inf``; no finite number stands for "impossible".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from autoshard_ilp.arguments import flag, number, whole_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +110,9 @@ class SolverOptions:
         workers: solver threads; None: 8, so that plans do not depend on the machine.
         fold_layers: tie repeated layers (structurally equal neighbourhoods) to one decision.
         strict: an unknown primitive is an error instead of being kept whole.
+
+    Raises:
+        InputShapeError: a value that is none of these.
     """
 
     time_limit: float = 60.0
@@ -115,6 +121,14 @@ class SolverOptions:
     workers: int | None = None
     fold_layers: bool = True
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        number("time_limit", self.time_limit, 0.0, math.inf)
+        number("relative_gap", self.relative_gap, 0.0, 1.0)
+        whole_number("seed", self.seed, 0)
+        whole_number("workers", self.workers, none="8")
+        flag("fold_layers", self.fold_layers)
+        flag("strict", self.strict)
 
 
 @dataclass(frozen=True, eq=False)

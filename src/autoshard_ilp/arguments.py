@@ -1,0 +1,57 @@
+"""Checks of single arguments that many public functions share; each error says the rule and what was received."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autoshard_ilp.errors import InputShapeError, PlanMismatchError
+
+
+def whole_number(name: str, value: Any, least: int = 1, *, none: str = "") -> None:
+    """Raises InputShapeError unless ``value`` is an integer of at least ``least``, or None where ``none`` says why."""
+    if none and value is None:
+        return
+    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
+        rest = f", or None: {none}" if none else ""
+        raise InputShapeError(f"{name} is an integer of at least {least}{rest}. Received: {value!r}.")
+
+
+def number(name: str, value: Any, least: float, below: float) -> None:
+    """Raises InputShapeError unless ``least <= value < below`` (``below`` itself only where it is infinite)."""
+    fine = not isinstance(value, bool) and isinstance(value, int | float) and value >= least
+    if not fine or not (value < below or value == below == math.inf):
+        upper = "" if below == math.inf else f" and below {below:g}"
+        raise InputShapeError(f"{name} is a number of at least {least:g}{upper}. Received: {value!r}.")
+
+
+def flag(name: str, value: Any) -> None:
+    """Raises InputShapeError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise InputShapeError(f"{name} is True or False. Received: {value!r}.")
+
+
+def mapping(name: str, value: Any, of: str) -> None:
+    """Raises InputShapeError unless ``value`` is a mapping or None; ``of`` shows one."""
+    if value is not None and not isinstance(value, Mapping):
+        raise InputShapeError(f"{name} is a mapping such as {of}. Received: {value!r}.")
+
+
+def file_path(value: Any) -> Path:
+    """``value`` as a path; InputShapeError where it is none."""
+    try:
+        return Path(value)
+    except TypeError:
+        raise InputShapeError(f"A file is named by its path, a string or os.PathLike. Received: {value!r}.") from None
+
+
+def keras_model(value: Any, call: str) -> None:
+    """Raises PlanMismatchError unless ``value`` is a built Keras model that ``call`` can lay out."""
+    import keras
+
+    if not isinstance(value, keras.Model):
+        raise PlanMismatchError(
+            f"{call} takes the Keras model that was planned. Received: {value!r} of type {type(value).__name__}."
+        )

@@ -1,0 +1,100 @@
+"""Wrong values of single arguments: our errors, with the rule and what was received."""
+
+import keras
+import pytest
+from keras import layers
+
+import autoshard_ilp as autoshard
+
+MESH = {"data": 2, "model": 4}
+
+
+@pytest.fixture(scope="module")
+def model():
+    found = keras.Sequential([keras.Input((16,)), layers.Dense(8)])
+    found.compile(loss="mse", optimizer="sgd")
+    return found
+
+
+@pytest.fixture(scope="module")
+def plan(model):
+    return autoshard.optimize(model, MESH)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"time_limit": -1},
+        {"time_limit": "x"},
+        {"time_limit": float("nan")},
+        {"relative_gap": -0.1},
+        {"relative_gap": 1.0},
+        {"relative_gap": float("nan")},
+        {"seed": -1},
+        {"seed": "a"},
+        {"seed": 1.5},
+        {"workers": 0},
+        {"workers": 1.5},
+        {"fold_layers": "yes"},
+        {"strict": 1},
+    ],
+    ids=str,
+)
+def test_solver_options(options):
+    with pytest.raises(autoshard.InputShapeError, match=f"{next(iter(options))} is .*Received"):
+        autoshard.SolverOptions(**options)
+
+
+def test_solver_options_without_end():
+    assert autoshard.SolverOptions(time_limit=float("inf"), relative_gap=0, workers=1).workers == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"pins": [("kernel", None)]}, autoshard.InputShapeError, "pins is a mapping"),
+        ({"pins": "kernel"}, autoshard.InputShapeError, "pins is a mapping"),
+        ({"solver": {}}, autoshard.InputShapeError, "solver is"),
+        ({"strict": "yes"}, autoshard.InputShapeError, "strict is True or False"),
+        ({"verify": 2}, autoshard.InputShapeError, "verify is True or False"),
+        ({"target": "foo:8"}, autoshard.TargetError, "foo"),
+        ({"progress": "yes"}, autoshard.InputShapeError, "progress is"),
+        ({"sequence_length": 2.5}, autoshard.InputShapeError, "sequence_length must be"),
+        ({"sequence_length": "8"}, autoshard.InputShapeError, "sequence_length must be"),
+        ({"hardware": "h100:abc"}, autoshard.ProfileError, "number of devices"),
+    ],
+    ids=str,
+)
+def test_options_of_optimize(model, options, error, says):
+    with pytest.raises(error, match=says):
+        autoshard.optimize(model, MESH, **options)
+
+
+def test_a_budget_beyond_64_bits_is_no_constraint(model, plan):
+    assert autoshard.optimize(model, MESH, 10**30).cost.total_s == plan.cost.total_s
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda p: p.apply(None), autoshard.PlanMismatchError),
+        (lambda p: p.apply("model"), autoshard.PlanMismatchError),
+        (lambda p: p.jit("mesh"), autoshard.PlanMismatchError),
+        (lambda p: p.init_state("a"), autoshard.InputShapeError),
+        (lambda p: p.init_state(-1), autoshard.InputShapeError),
+        (lambda p: p.summary(width="x"), autoshard.InputShapeError),
+        (lambda p: p.summary(width=-1), autoshard.InputShapeError),
+        (lambda p: p.save(None), autoshard.InputShapeError),
+        (lambda p: p.to_perfetto(None), autoshard.InputShapeError),
+        (lambda p: autoshard.load(None), autoshard.InputShapeError),
+        (lambda p: autoshard.save_checkpoint(5, None), autoshard.InputShapeError),
+        (lambda p: autoshard.restore_checkpoint(None, p), autoshard.InputShapeError),
+        (lambda p: autoshard.optimize_fn(abs, (1.0,), MESH, donate_argnums=1.5), autoshard.InputShapeError),
+        (lambda p: autoshard.optimize_fn(abs, (1.0,), MESH, donate_argnums=None), autoshard.InputShapeError),
+        (lambda p: autoshard.pareto(None, MESH, budgets=5), autoshard.InputShapeError),
+        (lambda p: autoshard.pareto(None, MESH, budgets="8GB"), autoshard.InputShapeError),
+    ],
+)
+def test_what_a_plan_is_asked(plan, call, error):
+    with pytest.raises(error, match="Received"):
+        call(plan)
