@@ -279,14 +279,37 @@ def test_gpus_compute_what_is_smaller_to_read_twice():
     x, w = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((64, 4096), jnp.bfloat16)
     graph = _graph(_loss_of_logits, x, w)
     held = {}
-    for family in ("gpu", "tpu"):
+    for family in ("gpu", "tpu", "cpu"):
         stored = analyse(graph, family).stored
         held[family] = {
             (op.primitive, graph.tensors[t].dtype) for op in graph.ops for t in op.outputs
             if stored[t] and graph.tensors[t].shape == (64, 4096)
         }  # fmt: skip
-    assert ("exp", "float32") in held["tpu"] and ("exp", "float32") not in held["gpu"]
+    assert ("exp", "float32") in held["cpu"]
+    assert ("exp", "float32") not in held["gpu"] | held["tpu"]
     assert ("dot_general", "bfloat16") in held["gpu"]
+
+
+def test_tpus_compute_operands_inside_products():
+    """The input of an activation function is kept, its value is not; nor is a dropout mask. GPUs write both."""
+
+    def loss(w, v, x):
+        hidden = jax.nn.gelu(x @ w)
+        kept = jax.random.bernoulli(jax.random.key(0), 0.5, hidden.shape)
+        return (jnp.where(kept, hidden, 0.0) @ v).sum()
+
+    x, w, v = (
+        jnp.zeros((64, 64), jnp.bfloat16),
+        jnp.zeros((64, 4096), jnp.bfloat16),
+        jnp.zeros((4096, 64), jnp.bfloat16),
+    )
+    graph = _graph(jax.grad(loss, (0, 1)), w, v, x)
+    held = {}
+    for family in ("gpu", "tpu"):
+        stored = analyse(graph, family).stored
+        wide = [t for op in graph.ops for t in op.outputs if stored[t] and graph.tensors[t].shape == (64, 4096)]
+        held[family] = {graph.ops[graph.tensors[t].producer].primitive for t in wide} - {"argument"}
+    assert held["tpu"] == {"dot_general"} and len(held["gpu"]) > 1
 
 
 def test_a_sum_of_several_arrays_is_written_once_for_several_kernels():

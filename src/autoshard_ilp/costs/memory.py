@@ -29,7 +29,7 @@ VIEWS = frozenset(
 """Operations whose result shares its operand's buffer (or is a free slice of it)."""
 
 RANDOM = frozenset({"random_bits", "threefry2x32"})
-"""Random bits take too long to be drawn in several kernels, on any backend."""
+"""Random bits take too long to be drawn in several kernels; XLA:TPU draws them again all the same."""
 
 TRANSCENDENTAL = frozenset(
     """
@@ -37,7 +37,7 @@ TRANSCENDENTAL = frozenset(
     digamma
     """.split()  # noqa: SIM905
 )
-"""Elementwise operations that XLA:CPU and XLA:TPU do not compute in several kernels. XLA:GPU does where that reads
+"""Elementwise operations that XLA:CPU does not compute in several kernels. XLA:TPU does, and XLA:GPU where that reads
 fewer bytes than the result has: float32 exponentials of bfloat16 logits. Divisions and square roots are on XLA's list
 of dear operations as well, but are duplicated freely."""
 
