@@ -323,7 +323,9 @@ def test_a_sum_of_several_arrays_is_written_once_for_several_kernels():
     assert ("add", (64, 64)) not in twice, "one array to read: computed in both kernels"
 
 
-def test_random_bits_are_drawn_once_on_every_backend():
+def test_random_bits_are_drawn_once_but_for_tpus():
+    """XLA:TPU holds no dropout mask of BERT or GPT-2 from the forward to the backward pass."""
+
     def dropout(key, x):
         kept = jax.random.bernoulli(key, 0.5, x.shape)
         return (x * kept).sum(), (x * x * kept).max()
@@ -332,7 +334,7 @@ def test_random_bits_are_drawn_once_on_every_backend():
     for family in ("gpu", "tpu", "cpu"):
         stored = analyse(graph, family).stored
         drawn = [t.dtype for t in graph.tensors if stored[t.id] and graph.ops[t.producer].primitive != "argument"]
-        assert drawn == ["bool"], family
+        assert drawn == ([] if family == "tpu" else ["bool"]), family
 
 
 @pytest.mark.parametrize(
