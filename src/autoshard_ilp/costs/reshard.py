@@ -141,6 +141,7 @@ class ReshardTables:
         self._pattern_tables: dict[tuple, np.ndarray] = {}
         self._prices: dict[int, dict[int, float]] = {}  # local bytes -> pattern -> seconds
         self._tables: dict[tuple, np.ndarray] = {}
+        self._copies: dict[tuple, np.ndarray] = {}
 
     def table(
         self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
@@ -207,6 +208,14 @@ class ReshardTables:
 
         What is gathered whole on the way, since a dimension does not divide, counts in full.
         """
+        key = (shape, itemsize, starts, ends)
+        if key not in self._copies:
+            self._copies[key] = self._held(shape, itemsize, starts, ends)
+        return self._copies[key]
+
+    def _held(
+        self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
+    ) -> np.ndarray:
         held = np.array([local_bytes(shape, itemsize, b, self.sizes) for b in ends], np.int64)
         same = (np.array(starts)[:, None, :] == np.array(ends)[None, :, :]).all(axis=2)
         found = np.where(same, 0, held[None, :])
@@ -214,6 +223,7 @@ class ReshardTables:
             if PARTIAL not in starts[i] and PARTIAL not in ends[j]:
                 path = steps(shape, itemsize, starts[i], ends[j], self.sizes, self.costs)
                 found[i, j] = max(local_bytes(shape, itemsize, step.after, self.sizes) for step in path)
+        found.setflags(write=False)
         return found
 
 
