@@ -103,6 +103,17 @@ def test_a_scan_holds_its_stacked_results_from_its_start():
     assert buffers.end[stack.outputs[0]] == buffers.horizon
 
 
+def test_stacks_of_equal_shape_are_prepared_together_on_gpus():
+    def layer(xs):
+        return jax.lax.scan(lambda c, x: (jnp.tanh(c + x),) * 2, jnp.zeros((64, 64)), xs)[1]
+
+    graph = _graph(lambda xs: layer(layer(xs)), jnp.zeros((5, 64, 64)))
+    stacks = [op.outputs[0] for op in graph.ops if op.primitive == "loop_stack"]
+    starts = {family: [int(analyse(graph, family).start[t]) for t in stacks] for family in ("gpu", "tpu")}
+    assert starts["gpu"] == [starts["tpu"][0]] * 2
+    assert starts["tpu"][0] < starts["tpu"][1]
+
+
 # -- repeated layers
 
 

@@ -124,6 +124,8 @@ def analyse(graph: Graph, family: str = "") -> Buffers:
                 _region_start(graph, producer, time) if producer.primitive == "loop_stack" else time[t.producer]
             )
             end[t.id] = horizon if t.id in held_to_end else max(last_use[t.id], start[t.id]) + 1
+    if family == "gpu":
+        _prepared_together(graph, start)
     for t_id in _overwritten(graph, root, stored, last_use, time):
         if t_id not in held_to_end:
             end[t_id] = max(end[t_id] - 1, start[t_id] + 1)
@@ -342,6 +344,21 @@ def _region_start(graph: Graph, stack: Op, time: np.ndarray) -> int:
     inside = graph.tensors[stack.inputs[0]].producer
     region = graph.ops[inside].region if inside is not None else 0
     return min((int(time[op.id]) for op in graph.ops if op.region == region and region), default=int(time[stack.id]))
+
+
+def _prepared_together(graph: Graph, start: np.ndarray) -> None:
+    """XLA:GPU fills the stacks of equal shape of all loops in one kernel, before the first of these loops."""
+    stacks = [
+        graph.tensors[op.outputs[0]]
+        for op in graph.ops
+        if op.primitive == "loop_stack" and graph.regions[op.region].parent == 0
+    ]
+    first: dict[tuple[tuple[int, ...], str], int] = {}
+    for t in stacks:
+        key = (t.shape, t.dtype)
+        first[key] = min(first.get(key, int(start[t.id])), int(start[t.id]))
+    for t in stacks:
+        start[t.id] = first[t.shape, t.dtype]
 
 
 def _reads(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple[tuple[int, ...], ...]:
