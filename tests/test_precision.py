@@ -109,3 +109,18 @@ def test_the_tpu_compiler_sends_half_of_float32_weights(mode: str) -> None:
     assert checked.predicted_bytes_per_device > 0
     assert checked.compiled_bytes_per_device == pytest.approx(checked.predicted_bytes_per_device, rel=0.01)
     assert checked.unplanned_bytes_per_device <= 0.01 * checked.predicted_bytes_per_device
+
+
+def test_a_result_of_odd_columns_is_copied_on_tpu() -> None:
+    """GPT-2's logits, 50257 columns: the compiled peak has them twice."""
+    rows, width = 4096, 128
+
+    def peak(columns: int, hardware: str) -> int:
+        args = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, width), (width, columns))]
+        pins = {"args/0": jax.sharding.PartitionSpec(), "args/1": jax.sharding.PartitionSpec()}
+        pins["outputs/0"] = jax.sharding.PartitionSpec()
+        plan = autoshard.optimize_fn(jnp.matmul, tuple(args), MESH, hardware=hardware, pins=pins, progress=False)
+        return plan.memory.peak_bytes - 2 * width * (rows + columns)
+
+    assert peak(4096, "tpu-v5e:2x4") == peak(4096, "h100") == 2 * rows * 4096
+    assert peak(4001, "tpu-v5e:2x4") == 2 * 2 * rows * 4001

@@ -192,6 +192,10 @@ def _hold_results(
             category, label = _category(table, m, out, roles)
             spans.append((int(buffers.start[out]), int(buffers.end[out]), category, label))
         hold(held, spans)
+        if account.family == "tpu" and _is_odd_result(table, t):
+            odd = np.array([_local_columns(tensor.shape, s.results[j], sizes) % 128 > 0 for s in cls.strategies])
+            moved = [(start, start + 1, category, label) for start, _, category, label in spans]
+            hold(np.where(odd, held, 0), moved)
     if representative.primitive not in BOUNDARY and any(s.resolutions for s in cls.strategies):
         tensor = graph.tensors[representative.outputs[0]]
         held = np.array(
@@ -222,6 +226,25 @@ def _hold_results(
     padded = copies_for_tiles(graph, representative, cls.strategies, sizes)
     times = [(int(buffers.time[m]), graph.ops[m].scope) for m in cls.members]
     hold(padded, [(time, time + 1, "activations", scope) for time, scope in times])
+
+
+def _is_odd_result(table: CostTable, tensor: int) -> bool:
+    """Whether a product's result is handed out as it is.
+
+    XLA:TPU then copies it from the product's order of dimensions into the one that pads least, where the last dimension
+    does not fill whole tiles.
+    """
+    graph, root = table.graph, table.buffers.root
+    t = graph.tensors[tensor]
+    if len(t.shape) < 2 or t.producer is None or graph.ops[t.producer].primitive != "dot_general":
+        return False
+    return any(int(root[graph.ops[r].inputs[0]]) == tensor for r in graph.results)
+
+
+def _local_columns(shape: Sequence[int], layout: Any, sizes: Sequence[int]) -> int:
+    """Length of one device's part of the last dimension."""
+    last = len(shape) - 1
+    return shape[last] // int(np.prod([size for dim, size in zip(layout, sizes, strict=True) if dim == last]))
 
 
 def _category(table: CostTable, op_id: int, tensor: int, roles: Mapping[int, str]) -> tuple[str, str]:
