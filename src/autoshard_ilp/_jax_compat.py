@@ -117,31 +117,33 @@ def run_jaxpr(closed_jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return list(jax.core.eval_jaxpr(jaxpr, consts, *args))
 
 
-def bind_equation(eqn: Any, args: Sequence[Any], name_stack: Any) -> list[Any]:
+def bind_equation(eqn: Any, args: Sequence[Any], name_stack: Any, mesh: Any = None) -> list[Any]:
     """Runs one equation on ``args`` under its own source line, name stack and context.
 
     Args:
         eqn: a jaxpr equation.
         args: values of its operands.
         name_stack: name stack relative to the function being traced now.
+        mesh: of the devices that will run it, see :func:`binder`.
 
     Returns:
         its results, always as a list.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     with like_equation(eqn, name_stack):
-        out = binder(eqn)(*args, **params)
+        out = binder(eqn, mesh)(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def binder(eqn: Any) -> Any:
-    """The ``bind`` of an equation's primitive, in the memory order that its kernel needs.
+def binder(eqn: Any, mesh: Any) -> Any:
+    """The ``bind`` of an equation's primitive, in the memory order that its kernel needs on the mesh's devices.
 
     XLA:CPU (jaxlib 0.10) takes the order of a collective beside an ``fft`` over, and then refuses to run an ``fft``
-    that is not in rows ("LayoutUtil::IsMonotonicWithDim0Major").
+    that is not in rows ("LayoutUtil::IsMonotonicWithDim0Major"). XLA:TPU knows no such constraint of complex numbers.
     """
     bind = eqn.primitive.bind
-    if eqn.primitive.name != "fft":
+    devices = getattr(mesh, "devices", None)
+    if eqn.primitive.name != "fft" or devices is None or devices.flat[0].platform != "cpu":
         return bind
     from jax.experimental.layout import Layout, with_layout_constraint
 

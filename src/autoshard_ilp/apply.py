@@ -358,8 +358,8 @@ class _Run:
             rule, axes_of = rule_for(view), self.axes_of(op, view)
             if axes_of:
                 with compat.like_equation(op.eqn, self.plan.stack(op)):
-                    return run_locally(compat.binder(op.eqn), view, rule, args, self.plan.mesh, axes_of)
-        return compat.bind_equation(op.eqn, args, self.plan.stack(op))
+                    return run_locally(compat.binder(op.eqn, self.plan.mesh), view, rule, args, self.plan.mesh, axes_of)
+        return compat.bind_equation(op.eqn, args, self.plan.stack(op), self.plan.mesh)
 
     def reduced(self, op: Op, view: OpView, args: list[Any]) -> Any | None:
         """The result of an operation whose partial sums are scattered or left partial; None for any other."""
