@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.presolve import STEPS, Presolve
 from autoshard_ilp.program.prices import PricedRows
 from autoshard_ilp.program.reduce import compress
+from autoshard_ilp.program.search import Search
 from program_cases import programs, random_program
 from training_case import training_step
 
@@ -249,3 +251,10 @@ def test_a_gap_that_was_asked_for_stays_in_the_bound(monkeypatch: pytest.MonkeyP
         if found.status == "optimal":
             assert found.objective == pytest.approx(best.objective, rel=1e-9), seed
     assert branched, "no case reached the branches"
+
+
+def test_too_little_time_for_a_first_plan_is_no_proof() -> None:
+    program = training_step(8, capacity=10)
+    search = Search(program, SolverOptions(time_limit=0.0), time.monotonic(), None)
+    relaxed = np.zeros(len(program.nodes), np.int64)
+    assert Constrained(search, relaxed, Room.of(program)).first_plan() == []

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.program import reduce
 from autoshard_ilp.program.branch import Tree
 from autoshard_ilp.program.capacity import Room
@@ -90,7 +91,10 @@ class Constrained:
         """Look for any plan that fits, by least peak; times to add as rows. EmptyNodeError: proved that none fits."""
         left = self.search.deadline - time.monotonic()
         options = dataclasses.replace(self.search.options, time_limit=max(0.1, left / 4))
-        lower, _, choices = minimum_capacity(self.program, options, enough=self.capacity)
+        try:
+            lower, _, choices = minimum_capacity(self.program, options, enough=self.capacity)
+        except InfeasibleError:  # nothing found in so short a time: ``relaxed`` is finite
+            return []
         self.search.report["minimum_capacity_bound"] = lower
         if lower > self.capacity:
             raise EmptyNodeError("capacity")
