@@ -254,7 +254,7 @@ def test_a_gap_that_was_asked_for_stays_in_the_bound(monkeypatch: pytest.MonkeyP
 
 
 def test_too_little_time_for_a_first_plan_is_no_proof() -> None:
-    program = training_step(8, capacity=10)
+    program = training_step(30, capacity=2**50)
     search = Search(program, SolverOptions(time_limit=0.0), time.monotonic(), None)
     relaxed = np.zeros(len(program.nodes), np.int64)
     assert Constrained(search, relaxed, Room.of(program)).first_plan() == []
