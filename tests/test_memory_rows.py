@@ -257,4 +257,6 @@ def test_too_little_time_for_a_first_plan_is_no_proof() -> None:
     program = training_step(30, capacity=2**50)
     search = Search(program, SolverOptions(time_limit=0.0), time.monotonic(), None)
     relaxed = np.zeros(len(program.nodes), np.int64)
-    assert Constrained(search, relaxed, Room.of(program)).first_plan() == []
+    room = Room.of(program)
+    room.run()
+    assert Constrained(search, relaxed, room).first_plan() == []
