@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.program import brute_force, minimum_capacity, solve
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.capacity import Room, least_over_spans
@@ -253,10 +254,14 @@ def test_a_gap_that_was_asked_for_stays_in_the_bound(monkeypatch: pytest.MonkeyP
     assert branched, "no case reached the branches"
 
 
-def test_too_little_time_for_a_first_plan_is_no_proof() -> None:
-    program = training_step(30, capacity=2**50)
+def test_too_little_time_for_a_first_plan_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = training_step(2, capacity=2**50)
     search = Search(program, SolverOptions(time_limit=0.0), time.monotonic(), None)
-    relaxed = np.zeros(len(program.nodes), np.int64)
     room = Room.of(program)
     room.run()
-    assert Constrained(search, relaxed, room).first_plan() == []
+
+    def too_late(*_: object, **__: object) -> None:
+        raise InfeasibleError("No finite assignment was found in time.")
+
+    monkeypatch.setattr("autoshard_ilp.program.constrained.minimum_capacity", too_late)
+    assert Constrained(search, np.zeros(len(program.nodes), np.int64), room).first_plan() == []
