@@ -135,6 +135,11 @@ def bind_equation(eqn: Any, args: Sequence[Any], name_stack: Any, mesh: Any = No
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def platform_of(mesh: Any) -> str:
+    """Platform of a mesh's devices, such as "cpu"; empty where it has none (an abstract mesh, or no mesh)."""
+    return str(mesh.devices.flat[0].platform) if isinstance(mesh, jax.sharding.Mesh) else ""
+
+
 def binder(eqn: Any, mesh: Any) -> Any:
     """The ``bind`` of an equation's primitive, in the memory order that its kernel needs on the mesh's devices.
 
@@ -142,8 +147,7 @@ def binder(eqn: Any, mesh: Any) -> Any:
     that is not in rows ("LayoutUtil::IsMonotonicWithDim0Major"). XLA:TPU knows no such constraint of complex numbers.
     """
     bind = eqn.primitive.bind
-    devices = getattr(mesh, "devices", None)
-    if eqn.primitive.name != "fft" or devices is None or devices.flat[0].platform != "cpu":
+    if eqn.primitive.name != "fft" or platform_of(mesh) != "cpu":
         return bind
     from jax.experimental.layout import Layout, with_layout_constraint
 

@@ -119,7 +119,7 @@ class _Plan:
     ) -> None:
         self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
         self.marked = marked
-        on_tpu = isinstance(mesh, Mesh) and getattr(mesh.devices.flat[0], "platform", "") == "tpu"
+        on_tpu = compat.platform_of(mesh) == "tpu"
         self.gradients = _gradients(graph) if on_tpu else frozenset()
         self.schedule = graph.schedule()
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
