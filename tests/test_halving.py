@@ -126,8 +126,9 @@ def problem(name: str, class_of: list[int], capacity: int | None = 1) -> Any:
 
 def solution(objective: float, rows: int = 1, status: str = "optimal", lower: float = 0.0) -> Any:
     choices = None if status in ("infeasible", "none") else np.array([7, 9])
+    gap = 0.0 if status == "optimal" else 1 - lower / objective
     return SimpleNamespace(
-        status=status, objective=objective, choices=choices, report={"rows": rows}, lower_bound=lower
+        status=status, objective=objective, choices=choices, report={"rows": rows}, lower_bound=lower, gap=gap
     )
 
 
@@ -140,6 +141,7 @@ TIED, FINE = problem("tied", [0, 1, 1, 1, 1]), problem("fine", [0, 1, 1, 2, 2])
         ([solution(2.0), solution(1.0)], "fine", ["tied", "fine"]),
         ([solution(2.0), solution(2.0, lower=1.9)], "tied", ["tied", "fine"]),
         ([solution(2.0, rows=0)], "tied", ["tied"]),
+        ([solution(2.0, status="feasible", lower=1.0), solution(1.5)], "tied", ["tied", "tied"]),
         ([solution(2.0, status="infeasible")], "tied", ["tied"]),
         ([solution(2.0, status="none"), solution(1.5)], "tied", ["tied", "tied"]),
     ],
@@ -155,7 +157,7 @@ def test_the_larger_program_is_solved_only_where_memory_binds(answers: Any, take
 
 def test_the_second_program_starts_from_the_first_and_has_the_time_that_is_left() -> None:
     for status, seconds in (("feasible", 97.0), ("optimal", 15.0)):  # after a proof: five times as long as it took
-        solver = _Solver([solution(2.0, status=status), solution(1.0)], takes=3.0)
+        solver = _Solver([solution(2.0, status=status, lower=1.99), solution(1.0)], takes=3.0)
         solve_halved(TIED, solver, lambda: FINE, 100.0, lambda s=solver: s.now)
         assert solver.asked == [("tied", None, 100.0, 20.0), ("fine", [7, 9, 9], seconds, None)]
     assert start_of(TIED.table, FINE.table, np.array([7, 9])).tolist() == [7, 9, 9]

@@ -26,6 +26,9 @@ QUICK_SECONDS, QUICK_FACTOR = 5.0, 5.0
 GAIN = 1e-3
 """Relative gain from which a plan with two decisions is taken instead of a proved plan with one."""
 
+WIDE_GAP = 0.05
+"""A tied program whose gap is wider once its share of the time is over gets the rest too: the larger one is harder."""
+
 P = TypeVar("P")
 """What is solved: has ``table`` (a :class:`~autoshard_ilp.costs.table.CostTable`) and ``program``."""
 
@@ -65,6 +68,8 @@ def solve_halved(
     if not first.report.get("rows") or left() <= 0:
         return tied, first, ()
     proved = first.status == "optimal"
+    if not proved and first.gap > WIDE_GAP:
+        return tied, solve(tied, first.choices, left(), None), ()
     seconds = max(QUICK_SECONDS, QUICK_FACTOR * (clock() - began)) if proved else math.inf
     fine = halve()
     start = start_of(tied.table, fine.table, first.choices)  # type: ignore[attr-defined]
