@@ -149,13 +149,7 @@ def binder(eqn: Any, mesh: Any) -> Any:
     bind = eqn.primitive.bind
     if eqn.primitive.name != "fft" or platform_of(mesh) != "cpu":
         return bind
-    from jax.experimental.layout import Layout, with_layout_constraint
-
-    def in_rows(value: Any, **params: Any) -> Any:
-        rows = Layout(major_to_minor=tuple(range(value.ndim)))
-        return with_layout_constraint(bind(with_layout_constraint(value, rows), **params), rows)
-
-    return in_rows
+    return lambda value, **params: row_major(bind(row_major(value), **params))
 
 
 @contextmanager

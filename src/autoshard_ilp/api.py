@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,10 +181,8 @@ def _search(
     def tried(policy: str, seconds: float) -> Plan | Failure:
         with progress.stage("graph"):
             graph = step(policy)
-        timed = replace(request, solver=within(request.solver, seconds))
-        answer = attempt(graph, traced, timed, progress, mode=traced.mode, batch_size=traced.batch_size)
-        if isinstance(answer, Plan) and answer.trail is not None:  # the next question has the whole time again
-            answer = replace(answer, trail=replace(answer.trail, request=request, priced=request))
+        known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds}
+        answer = attempt(graph, traced, request, progress, **known)
         return answer if policy in policies else without_tables(answer)
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
@@ -285,9 +284,20 @@ class Failure:
 
 
 def attempt(
-    step: Step, infos: Any, request: Request, progress: Progress, *, mode: str, batch_size: int, origin: Any = None
+    step: Step,
+    infos: Any,
+    request: Request,
+    progress: Progress,
+    *,
+    mode: str,
+    batch_size: int,
+    origin: Any = None,
+    seconds: float = math.inf,
 ) -> Plan | Failure:
-    """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``."""
+    """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
+
+    ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow.
+    """
     from autoshard_ilp.program import solve
 
     def priced(halved: bool) -> _Priced:
@@ -301,7 +311,8 @@ def attempt(
         with progress.stage("solve"):
             return solve(problem.program, options, hint=hint, rows_seconds=rows_seconds, on_progress=progress.tell)
 
-    found, solution, notes = solve_halved(priced(False), solved, lambda: priced(True), request.solver.time_limit)
+    limit = min(seconds, request.solver.time_limit)
+    found, solution, notes = solve_halved(priced(False), solved, lambda: priced(True), limit)
     table, built = found.table, found.built
     if solution.status == "infeasible" or solution.choices is None:
         return Failure(step, infos, table, built, solution, found.pinned)

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,8 +29,20 @@ GAIN = 1e-3
 WIDE_GAP = 0.05
 """A tied program whose gap is wider once its share of the time is over gets the rest too: the larger one is harder."""
 
-P = TypeVar("P")
-"""What is solved: has ``table`` (a :class:`~autoshard_ilp.costs.table.CostTable`) and ``program``."""
+
+class Priced(Protocol):
+    """What is solved."""
+
+    @property
+    def table(self) -> Any:
+        """A :class:`~autoshard_ilp.costs.table.CostTable`."""
+
+    @property
+    def program(self) -> Any:
+        """The :class:`~autoshard_ilp.program.model.Program` built from it."""
+
+
+P = TypeVar("P", bound=Priced)
 
 
 def solve_halved(
@@ -50,15 +62,15 @@ def solve_halved(
         clock: seconds that only grow.
 
     Returns:
-        What was solved last, its solution, and notes for the user.
+        The problem whose plan is taken (or that has none), its solution, and notes for the user.
     """
     began = clock()
 
     def left() -> float:
         return max(0.0, time_limit - (clock() - began))
 
-    splittable = not tied.table.halved and any(len(c.members) >= LEAST_HALVED for c in tied.table.classes)  # type: ignore[attr-defined]
-    if not splittable or tied.program.capacity is None:  # type: ignore[attr-defined]
+    splittable = not tied.table.halved and any(len(c.members) >= LEAST_HALVED for c in tied.table.classes)
+    if not splittable or tied.program.capacity is None:
         return tied, solve(tied, None, time_limit, None), ()
     first = solve(tied, None, time_limit, ROWS_SHARE * time_limit)
     if first.status == "infeasible" or first.report.get("interrupted"):
@@ -72,7 +84,7 @@ def solve_halved(
         return tied, solve(tied, first.choices, left(), None), ()
     seconds = max(QUICK_SECONDS, QUICK_FACTOR * (clock() - began)) if proved else math.inf
     fine = halve()
-    start = start_of(tied.table, fine.table, first.choices)  # type: ignore[attr-defined]
+    start = start_of(tied.table, fine.table, first.choices)
     second = solve(fine, start, min(seconds, left()), None)
     if second.choices is not None and second.objective < first.objective * (1 - GAIN * proved):
         gain = 1 - second.objective / first.objective

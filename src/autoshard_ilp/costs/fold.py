@@ -23,6 +23,9 @@ WINDOW = 40
 ARGUMENT_WINDOW = 8
 """The same among arguments and results, which follow the order of the layers too but are fewer."""
 
+LEAST_HALVED = 4
+"""Classes with fewer members stay whole in :func:`halves`."""
+
 _MODULUS = (1 << 61) - 1
 _BASE = 1_000_003
 
@@ -51,10 +54,6 @@ def fold(signatures: Sequence[Hashable], windows: Sequence[int]) -> list[int]:
         key = (code, i - start, stop - i, digest(start, i), digest(i, stop))
         result.append(classes.setdefault(key, len(classes)))
     return result
-
-
-LEAST_HALVED = 4
-"""Classes with fewer members stay whole."""
 
 
 def halves(classes: Sequence[int], backward: Sequence[bool]) -> list[int]:
