@@ -13,7 +13,7 @@ from autoshard_ilp.costs.memory import fusible
 from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
-from autoshard_ilp.sharding import WHOLE, local_bytes
+from autoshard_ilp.sharding import WHOLE, local_bytes, local_shape
 
 OBJECTIVES = ("step_time", "communication")
 TIE_BREAK = 1e-6
@@ -193,7 +193,7 @@ def _hold_results(
             spans.append((int(buffers.start[out]), int(buffers.end[out]), category, label))
         hold(held, spans)
         if account.family == "tpu" and _is_odd_result(table, t):
-            odd = np.array([_local_columns(tensor.shape, s.results[j], sizes) % 128 > 0 for s in cls.strategies])
+            odd = np.array([local_shape(tensor.shape, s.results[j], sizes)[-1] % 128 > 0 for s in cls.strategies])
             moved = [(start, start + 1, category, label) for start, _, category, label in spans]
             hold(np.where(odd, held, 0), moved)
     if representative.primitive not in BOUNDARY and any(s.resolutions for s in cls.strategies):
@@ -239,12 +239,6 @@ def _is_odd_result(table: CostTable, tensor: int) -> bool:
     if len(t.shape) < 2 or t.producer is None or graph.ops[t.producer].primitive != "dot_general":
         return False
     return any(int(root[graph.ops[r].inputs[0]]) == tensor for r in graph.results)
-
-
-def _local_columns(shape: Sequence[int], layout: Any, sizes: Sequence[int]) -> int:
-    """Length of one device's part of the last dimension."""
-    last = len(shape) - 1
-    return shape[last] // int(np.prod([size for dim, size in zip(layout, sizes, strict=True) if dim == last]))
 
 
 def _category(table: CostTable, op_id: int, tensor: int, roles: Mapping[int, str]) -> tuple[str, str]:
