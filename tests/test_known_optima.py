@@ -202,7 +202,8 @@ def test_a_weight_shared_by_two_matmuls_takes_the_cheaper_total(rows: int, colum
 
 def test_the_larger_bytes_go_over_the_faster_axis() -> None:
     mesh = {"dcn": 2, "ici": 8}  # two nodes of eight
-    hardware = dataclasses.replace(load_profile("h100"), name="no latency", hop_seconds=0.0, network_hop_seconds=0.0)
+    slow_network = {"network_bytes_per_s": 1e10, "hop_seconds": 0.0, "network_hop_seconds": 0.0}
+    hardware = dataclasses.replace(load_profile("h100"), name="slow network", **slow_network)
     batch, width, hidden = 2048, 1024, 4096
     model = mlp(width, hidden, 64)
     plan = plan_of(model, mesh, batch_size=batch, hardware=hardware)
