@@ -45,13 +45,15 @@ def measure(name: str, time_limit: float, target: str | None) -> list[dict[str, 
     """Plans one case by the optimum and by every baseline, from one trace."""
     import_everything()
     import autoshard_ilp as autoshard
-    from autoshard_ilp import api, baselines
+    from autoshard_ilp import baselines
+    from autoshard_ilp.planning import plan_step
     from autoshard_ilp.progress import Progress
+    from autoshard_ilp.request import check_request
     from autoshard_ilp.step import trace_step
 
     case = CASES[name]
     solver = autoshard.SolverOptions(time_limit=time_limit)
-    request = api.check_request(case.mesh, None, case.hardware, None, "step_time", solver)
+    request = check_request(case.mesh, None, case.hardware, None, "step_time", solver)
     step, traced = trace_step(case.factory(), request.mesh, **case.options())
     rows: list[dict[str, Any]] = []
     best = None
@@ -61,7 +63,7 @@ def measure(name: str, time_limit: float, target: str | None) -> list[dict[str, 
         try:
             if kind == "optimize":
                 shown = Progress(False)
-                plan = api.plan_step(step, traced, request, shown, mode="train", batch_size=traced.batch_size)
+                plan = plan_step(step, traced, request, shown, mode="train", batch_size=traced.batch_size)
                 best = plan.cost.total_s
             else:
                 plan = baselines.plan_baseline(traced, request, kind, Progress(False))

@@ -8,8 +8,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import api, baselines
+from autoshard_ilp import baselines
+from autoshard_ilp.planning import plan_step
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.request import check_request
 from autoshard_ilp.step import trace_step
 from dear_compute import dear_compute
 
@@ -167,14 +169,14 @@ def test_pins_take_precedence():
     ids=str,
 )
 def test_no_baseline_is_predicted_to_beat_the_optimum(mesh, hardware):
-    request = api.check_request(mesh, None, dear_compute() if hardware == "dear" else hardware, None, "step_time", None)
+    request = check_request(mesh, None, dear_compute() if hardware == "dear" else hardware, None, "step_time", None)
     step, traced = trace_step(mlp, request.mesh, batch_size=16)
 
     def cost(found):
         assert found.status == "optimal"
         return found.cost.total_s
 
-    best = cost(api.plan_step(step, traced, request, Progress(False), mode="train", batch_size=16))
+    best = cost(plan_step(step, traced, request, Progress(False), mode="train", batch_size=16))
     others = {
         name: cost(baselines.plan_baseline(traced, request, name, Progress(False)))
         for name in baselines.BASELINES

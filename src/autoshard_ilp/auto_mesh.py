@@ -36,7 +36,7 @@ def plan_without_mesh(
 
     Args:
         model: see :func:`autoshard_ilp.optimize`.
-        check: mesh -> the checked request (:class:`autoshard_ilp.api.Request`).
+        check: mesh -> the checked request (:class:`autoshard_ilp.request.Request`).
         policies: rematerialisation policies to try.
         progress: :class:`autoshard_ilp.progress.Progress`, running.
         while_trip_count: iterations that a loop of unknown length is priced at.
@@ -48,8 +48,8 @@ def plan_without_mesh(
     """
     import jax
 
-    from autoshard_ilp.api import plan_traced
     from autoshard_ilp.keras_integration import ensure_jax_backend
+    from autoshard_ilp.planning import plan_traced
     from autoshard_ilp.trace import trace_model
 
     ensure_jax_backend()

@@ -83,10 +83,11 @@ def baseline(
     """
     from autoshard_ilp import api
     from autoshard_ilp.progress import Progress
+    from autoshard_ilp.request import check_request, remat_policies
 
     check_name(name)
-    request = api.check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
-    policies = api.remat_policies(remat, mode)
+    request = check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
+    policies = remat_policies(remat, mode)
     with Progress(progress).running() as shown:
         with shown.stage("trace"):
             options = {
@@ -106,18 +107,18 @@ def plan_baseline(traced: Any, request: Any, name: str, progress: Any, policies:
 
     Args:
         traced: from :func:`autoshard_ilp.step.trace`.
-        request: from :func:`autoshard_ilp.api.check_request`.
+        request: from :func:`autoshard_ilp.request.check_request`.
         name: one of :data:`BASELINES`.
         progress: an :class:`autoshard_ilp.progress.Progress`.
         policies: rematerialisation policies to try in order.
     """
-    from autoshard_ilp import api
+    from autoshard_ilp.planning import plan_traced
 
     check_name(name)
     restriction = BASELINES[name](traced, request.mesh)
     request = replace(request, restriction=restriction.of_paths)
     try:
-        plan = api.plan_traced(traced, request, progress, policies)
+        plan = plan_traced(traced, request, progress, policies)
     except InfeasibleError as error:
         raise InfeasibleError(
             f"Baseline {name!r}: {error}",

@@ -181,12 +181,13 @@ def plan(
     from autoshard_ilp import api
     from autoshard_ilp.mesh import parse_mesh
     from autoshard_ilp.program.model import SolverOptions
+    from autoshard_ilp.request import check_request
 
     spec = parse_mesh(mesh)
     budget: str | int | None = int(memory_budget) if memory_budget and memory_budget.isdecimal() else memory_budget
     pins = parse_pins(pin or [])
     solver = SolverOptions(time_limit=time_limit, relative_gap=relative_gap, seed=seed, workers=workers)
-    api.check_request(spec, budget, hardware, pins, objective, solver)  # before the slow part
+    check_request(spec, budget, hardware, pins, objective, solver)  # before the slow part
     _check_writable(output)
     _check_baselines(baseline or [])
     if compiled:

@@ -82,13 +82,15 @@ def optimize_fn(
         UnsupportedModelError: ``fn`` is not a function, or cannot be traced.
         InfeasibleError: no plan fits the budget and the pins; carries the smallest budget that does.
     """
-    from autoshard_ilp import agreement, api, processes
+    from autoshard_ilp import agreement, processes
+    from autoshard_ilp.planning import plan_step
     from autoshard_ilp.progress import Progress
+    from autoshard_ilp.request import check_request
     from autoshard_ilp.step import check_trip_count, step_of
 
     check_function(fn, args)
     check_trip_count(while_trip_count)
-    request = api.check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
+    request = check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
     with Progress(progress).running() as shown:
         with shown.stage("trace"):
             traced = trace_function(fn, args, donate_argnums)
@@ -98,7 +100,7 @@ def optimize_fn(
             plan = agreement.planned_once(
                 meeting,
                 lambda: agreement.facts_of_step(step, traced, request, "function"),
-                lambda: api.plan_step(step, traced, request, shown, mode="function", batch_size=0),
+                lambda: plan_step(step, traced, request, shown, mode="function", batch_size=0),
                 lambda policy: step,
             )
     return replace(plan, notes=(_donation_note(traced.donated), *plan.notes))

@@ -36,10 +36,10 @@ class Trail:
 
     Attributes:
         infos: the trace, with ``arguments`` and ``results``.
-        request: checked options (:class:`autoshard_ilp.api.Request`).
+        request: checked options (:class:`autoshard_ilp.request.Request`).
         priced: the options under which ``costs`` was built; ``program`` may forbid more.
         policies: rematerialisation policies that were allowed, in order.
-        failures: those tried in vain (:class:`autoshard_ilp.api.Failure`).
+        failures: those tried in vain (:class:`autoshard_ilp.attempt.Failure`).
     """
 
     jaxpr: Any

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.api import Failure
+from autoshard_ilp.attempt import Failure
 from autoshard_ilp.errors import InputShapeError, UnsupportedModelError
 from autoshard_ilp.halving import within
 from autoshard_ilp.pins import path_shapes, resolve_pins
@@ -82,12 +82,12 @@ def narrower(a: Allowed, b: Allowed) -> bool:
 
 def reprice(step: Any, infos: Any, request: Any, progress: Any, halved: bool = False) -> Problem:
     """Prices a step from scratch (rules and trace are kept)."""
-    from autoshard_ilp import api
+    from autoshard_ilp.attempt import build, price
 
     with progress.stage("strategies"):
-        table, _ = api.price(step.graph, request, halved)
+        table, _ = price(step.graph, request, halved)
     with progress.stage("costs"):
-        built = api.build(step, infos, table, request)
+        built = build(step, infos, table, request)
     return Problem(step, infos, table, built, request, request, built.program)
 
 
@@ -244,10 +244,10 @@ def _proved(program: Any, choices: np.ndarray, known: Known) -> Any:
 
 def plan_of(problem: Problem, solution: Any, progress: Any, like: Any) -> Any:
     """The plan of a solution; mode, batch size and origin are those of the plan ``like``."""
-    from autoshard_ilp import api
+    from autoshard_ilp.attempt import assemble
 
     kept = {k: v for k, v in like.origin.items() if k not in ("hardware", "pins", "halved")}
-    plan = api.assemble(
+    plan = assemble(
         problem.step,
         problem.infos,
         problem.request,
@@ -273,7 +273,7 @@ class FailedProblem(Failure):
 
 
 def failure_of(problem: Problem, solution: Any) -> FailedProblem:
-    """A problem without a solution, as :func:`autoshard_ilp.api.infeasible` explains it."""
+    """A problem without a solution, as :func:`autoshard_ilp.infeasible.infeasible` explains it."""
     from autoshard_ilp.costs.build import Built
 
     request = problem.request

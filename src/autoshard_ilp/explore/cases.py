@@ -261,7 +261,7 @@ def _names(axes: Mapping[str, Any], name: str, default: str, known: Sequence[str
 
 
 def _policy(text: Any) -> str:
-    from autoshard_ilp.api import remat_policies
+    from autoshard_ilp.request import remat_policies
 
     remat_policies(text, "train")
     return str(text)

@@ -48,9 +48,9 @@ class _Infos:
 
 
 def _request(plan: Plan) -> Any:
-    from autoshard_ilp import api
     from autoshard_ilp.baselines import BASELINES
     from autoshard_ilp.costs.profile import load_profile
+    from autoshard_ilp.request import check_request
 
     hardware = str(plan.origin.get("hardware") or plan.hardware)
     name = hardware.partition(":")[0]
@@ -62,7 +62,7 @@ def _request(plan: Plan) -> Any:
             "which is no packaged profile. Plan again with hardware= your profile, and ask that plan."
         ) from error
     pins = {text: tuple(tuple(e) if isinstance(e, list) else e for e in spec) for text, spec in _pins(plan).items()}
-    request = api.check_request(plan.mesh, plan.memory.budget_bytes, hardware, pins or None, plan.objective, None)
+    request = check_request(plan.mesh, plan.memory.budget_bytes, hardware, pins or None, plan.objective, None)
     baseline = str(plan.origin.get("baseline"))
     if baseline in BASELINES and plan.executable is not None:
         request = replace(request, restriction=BASELINES[baseline](plan.executable.traced, request.mesh).of_paths)

@@ -85,16 +85,16 @@ def search_mesh(
     _check(rank, prices, kinds, max_axes, axis_names)
     options = {"batch_size": batch_size, "inputs": inputs, "targets": targets, "sample_weight": sample_weight}
     options |= {"sequence_length": sequence_length, "mode": mode}
-    from autoshard_ilp import api
+    from autoshard_ilp.request import check_request, remat_policies
 
     requests = {}
     for name, (chip, count) in kinds.items():
         for sizes in factorisations(count, max_axes):
             spec = MeshSpec(names_of(len(sizes), axis_names), sizes)
-            requests[name, sizes] = api.check_request(spec, memory_budget, chip, pins, objective, solver)
+            requests[name, sizes] = check_request(spec, memory_budget, chip, pins, objective, solver)
     with Progress(progress).running() as shown:
         source = trace_for(model, [count for _, count in kinds.values()], shown, options)
-        policies = api.remat_policies(remat, mode)
+        policies = remat_policies(remat, mode)
         search = Search(source, policies, shown, prune, rank, prices or {})
         for name, (_, count) in kinds.items():
             search.group(name, count, {sizes: r for (n, sizes), r in requests.items() if n == name})
@@ -279,9 +279,9 @@ class Search:
         return self._solved(one.candidate, *solutions[found.plan.remat_policy])
 
     def _failed(self, one: _Open, failures: list[Any]) -> Candidate:
-        from autoshard_ilp import api
+        from autoshard_ilp.infeasible import infeasible
 
-        error = api.infeasible(failures, one.request)
+        error = infeasible(failures, one.request)
         self.errors.append(error)
         status = "infeasible" if error.minimum_budget is not None or error.conflicts else "unknown"
         return replace(one.candidate, status=status, minimum_bytes=error.minimum_budget, reason=str(error))

@@ -232,10 +232,10 @@ def _of_model(
     remat: str,
     progress: Any,
 ) -> tuple[Source, Any, tuple[str, ...]]:
-    from autoshard_ilp import api
+    from autoshard_ilp.request import check_request, remat_policies
 
-    request = api.check_request(mesh, None, hardware, pins, objective, solver)
-    policies = api.remat_policies(remat, options["mode"])
+    request = check_request(mesh, None, hardware, pins, objective, solver)
+    policies = remat_policies(remat, options["mode"])
     return Source.of_model(model, request.mesh, progress, **options), request, policies
 
 

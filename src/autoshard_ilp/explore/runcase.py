@@ -68,9 +68,10 @@ class Planner:
         return {**empty_row(case), **row, "wall_s": time.perf_counter() - began, **_now()}
 
     def _plan(self, case: Case) -> tuple[Any, Row]:
-        from autoshard_ilp import api
         from autoshard_ilp.baselines import plan_baseline
+        from autoshard_ilp.planning import plan_traced
         from autoshard_ilp.program.model import SolverOptions
+        from autoshard_ilp.request import check_request, remat_policies
 
         solver = SolverOptions(
             time_limit=case.time_limit_s,
@@ -79,12 +80,12 @@ class Planner:
             workers=case.solver_workers,
         )
         chip = self.profiles.get(case.hardware, case.hardware)
-        request = api.check_request(parse_mesh(case.mesh), case.budget, chip, None, case.objective, solver)
-        policies = api.remat_policies(case.remat, case.mode)
+        request = check_request(parse_mesh(case.mesh), case.budget, chip, None, case.objective, solver)
+        policies = remat_policies(case.remat, case.mode)
         progress = Progress(False)
         traced = self._traced(case, request.mesh, progress)
         if case.strategy == OPTIMAL:
-            plan = api.plan_traced(traced, request, progress, policies)
+            plan = plan_traced(traced, request, progress, policies)
         else:
             plan = plan_baseline(traced, request, case.strategy, progress, policies)
         if plan.trail is not None and plan.trail.solution.report.get("interrupted"):

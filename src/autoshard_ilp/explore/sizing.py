@@ -130,21 +130,21 @@ def smallest_slice(
         InfeasibleError: it fits on none of them.
     """
     name, (chip, _) = next(iter(hardware_list(hardware, 1).items()))
-    from autoshard_ilp import api
+    from autoshard_ilp.request import check_request, remat_policies
 
-    probe = api.check_request({"data": 1}, memory_budget, chip, None, objective, solver)
+    probe = check_request({"data": 1}, memory_budget, chip, None, objective, solver)
     sizes = rentable(probe.profile, max_devices)
     options = {"batch_size": batch_size, "inputs": inputs, "targets": targets, "sample_weight": sample_weight}
     options |= {"sequence_length": sequence_length, "mode": mode}
     if batch_size is None and inputs is None:
         options["batch_size"] = 32
-    policies = api.remat_policies(remat, mode)
+    policies = remat_policies(remat, mode)
     tried: list[Fit] = []
     with Progress(progress).running() as shown:
         source = Source.of_model(model, MeshSpec(("all",), (1,)), shown, **options)
         for count in sizes:
             specs = [MeshSpec(names_of(len(f), AXIS_NAMES), f) for f in factorisations(count, max_axes)]
-            requests = [api.check_request(s, memory_budget, chip, pins, objective, solver) for s in specs]
+            requests = [check_request(s, memory_budget, chip, pins, objective, solver) for s in specs]
             tried.append(_fit_of_size(source, count, requests, policies, shown))
             if tried[-1].fits:
                 break
@@ -249,10 +249,11 @@ def largest_batch(
         InfeasibleError: not even the smallest batch fits.
         InputShapeError: there is no largest batch up to a million: nothing in the step grows with it.
     """
-    from autoshard_ilp import api
+    from autoshard_ilp.planning import plan_traced
+    from autoshard_ilp.request import check_request, remat_policies
 
-    request = api.check_request(mesh, memory_budget, hardware, pins, objective, solver)
-    policies = api.remat_policies(remat, mode)
+    request = check_request(mesh, memory_budget, hardware, pins, objective, solver)
+    policies = remat_policies(remat, mode)
     step = request.mesh.size if multiple_of is None else multiple_of
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise InputShapeError(f"multiple_of is a positive integer. Received: {multiple_of!r}.")
@@ -287,7 +288,7 @@ def largest_batch(
                 f"{format_bytes(first.minimum_bytes or 0)} per device. Use more devices or multiple_of=.",
                 minimum_budget=first.minimum_bytes,
             )
-        plan = api.plan_traced(sources[count * step].infos, request, shown, policies)
+        plan = plan_traced(sources[count * step].infos, request, shown, policies)
     question = "Largest global batch:"
     return Sizing(
         question, count * step, plan, tuple(tried[s] for s in sorted(tried)), tried[(count + 1) * step].proved

@@ -62,12 +62,12 @@ def what_if(
         UnsupportedModelError: the plan came from a file and is not bound to its model.
         InfeasibleError: no plan fits; carries the smallest budget that does, and the pins at fault.
     """
-    from autoshard_ilp import api
+    from autoshard_ilp.request import remat_policies
 
     plan = with_trail(plan)
     old = problem_of(plan).request
     request = changed_request(old, pins, memory_budget, objective, mesh, hardware, solver)
-    policies = plan.trail.policies if remat is None else api.remat_policies(remat, plan.mode)  # type: ignore[union-attr]
+    policies = plan.trail.policies if remat is None else remat_policies(remat, plan.mode)  # type: ignore[union-attr]
     with Progress(progress).running() as shown:
         return planned(plan, request, policies or (plan.remat_policy,), shown)
 
@@ -85,13 +85,13 @@ def changed_request(
     old: Any, pins: Any, memory_budget: Any, objective: str | None, mesh: Any, hardware: Any, solver: Any
 ) -> Any:
     """The options of a question, checked; None keeps the old one."""
-    from autoshard_ilp import api
+    from autoshard_ilp.request import check_request
 
     where = old.mesh if mesh is None else mesh
     chip: Any = old.profile if hardware is None else hardware
     budget = memory_budget if memory_budget is not None else (old.capacity if hardware is None else None)
     named = old.pins if pins is None else pins
-    request = api.check_request(where, budget, chip, named, objective or old.objective, solver or old.solver)
+    request = check_request(where, budget, chip, named, objective or old.objective, solver or old.solver)
     if mesh is None and hardware is None:
         request = replace(request, physical_shape=old.physical_shape, mesh=old.mesh, profile=old.profile)
     return replace(request, restriction=old.restriction, solver=replace(request.solver, strict=old.solver.strict))
@@ -107,7 +107,8 @@ class _Attempt:
 
 def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress) -> Plan:
     """The plan under new options, with as little rematerialisation as fits."""
-    from autoshard_ilp import api
+    from autoshard_ilp.infeasible import infeasible
+    from autoshard_ilp.planning import with_history
     from autoshard_ilp.rematsearch import recomputed_share, search
 
     known = _attempts(plan)
@@ -122,8 +123,8 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         policies, tried, lambda failed: failed.step.blocks, request.solver.time_limit, share=recomputed_share
     )
     if found.plan is None:
-        raise api.infeasible(found.failures, request)
-    return api.with_history(found.plan, policies, found.failures)
+        raise infeasible(found.failures, request)
+    return with_history(found.plan, policies, found.failures)
 
 
 def _attempts(plan: Plan) -> dict[str, _Attempt]:

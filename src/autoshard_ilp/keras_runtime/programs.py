@@ -81,8 +81,8 @@ def companion(plan: Plan, step: Any, layouts: Mapping[int, Layout]) -> Plan:
         step: of the model, traced live.
         layouts: ``id`` of a Keras variable -> its layout; variables that are absent are free.
     """
-    from autoshard_ilp import api
     from autoshard_ilp.program.model import SolverOptions
+    from autoshard_ilp.request import Request
 
     traced = step.traced
     variables = [v for group in ki.state_variables(traced.model, traced.mode) for v in group]
@@ -95,7 +95,7 @@ def companion(plan: Plan, step: Any, layouts: Mapping[int, Layout]) -> Plan:
     options = SolverOptions(time_limit=SECONDS_TO_PLAN, relative_gap=0.01)
     budget = plan.memory.budget_bytes or profile.usable_memory_bytes
     for capacity in (budget, _UNLIMITED_BYTES):
-        request = api.Request(plan.mesh, profile, None, capacity, None, plan.objective, options, lambda shapes: kept)
+        request = Request(plan.mesh, profile, None, capacity, None, plan.objective, options, lambda shapes: kept)
         try:
             with processes.together(f"planning the {traced.mode} step") as meeting:
                 return agreement.planned_once(
@@ -112,10 +112,10 @@ def companion(plan: Plan, step: Any, layouts: Mapping[int, Layout]) -> Plan:
 
 
 def _solved(step: Any, traced: Any, request: Any) -> Plan:
-    from autoshard_ilp import api
+    from autoshard_ilp.planning import plan_step
     from autoshard_ilp.progress import Progress
 
-    return api.plan_step(step, traced, request, Progress(False), mode=traced.mode, batch_size=traced.batch_size)
+    return plan_step(step, traced, request, Progress(False), mode=traced.mode, batch_size=traced.batch_size)
 
 
 def profile_of(plan: Plan) -> Any:

@@ -1,0 +1,197 @@
+"""One attempt: a step's graph, priced, solved and made a plan, or a failure with what explains it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoshard_ilp.costs.overlap import overlap_notes
+from autoshard_ilp.errors import UnsupportedModelError
+from autoshard_ilp.garbage import collector_paused
+from autoshard_ilp.halving import solve_halved, within
+from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
+from autoshard_ilp.plan import Plan, Trail, leaves
+from autoshard_ilp.progress import Progress
+from autoshard_ilp.request import Request, recipe
+from autoshard_ilp.step import Step, loop_notes
+
+ROLES = {
+    "parameter": "parameters",
+    "optimizer": "optimizer",
+    "non_trainable": "state",
+    "metric": "state",
+    "seed": "state",
+    "state": "state",
+}
+"""Memory category of an argument's role; everything else counts as inputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Failure:
+    """A step for which no plan was found, with what explains it."""
+
+    step: Step
+    infos: Any
+    table: Any
+    built: Any
+    solution: Any
+    pinned: Pinned
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A cost table and the program built from it."""
+
+    table: Any
+    built: Any
+    pinned: Pinned
+
+    @property
+    def program(self) -> Any:
+        """The program, as :func:`autoshard_ilp.halving.solve_halved` wants it."""
+        return self.built.program
+
+
+def attempt(
+    step: Step,
+    infos: Any,
+    request: Request,
+    progress: Progress,
+    *,
+    mode: str,
+    batch_size: int,
+    origin: Any = None,
+    seconds: float = math.inf,
+) -> Plan | Failure:
+    """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
+
+    ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow.
+    """
+    from autoshard_ilp.program import solve
+
+    def priced(halved: bool) -> Priced:
+        with progress.stage("strategies"):
+            table, pinned = price(step.graph, request, halved)
+        with progress.stage("costs"):
+            return Priced(table, build(step, infos, table, request), pinned)
+
+    def solved(problem: Priced, hint: Any, seconds: float, rows_seconds: float | None) -> Any:
+        options = within(request.solver, seconds)
+        with progress.stage("solve"):
+            return solve(problem.program, options, hint=hint, rows_seconds=rows_seconds, on_progress=progress.tell)
+
+    limit = min(seconds, request.solver.time_limit)
+    found, solution, notes = solve_halved(priced(False), solved, lambda: priced(True), limit)
+    table, built = found.table, found.built
+    if solution.status == "infeasible" or solution.choices is None:
+        return Failure(step, infos, table, built, solution, found.pinned)
+    plan = assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+@collector_paused()
+def price(graph: Any, request: Request, halved: bool = False) -> tuple[Any, Pinned]:
+    """The cost table of a graph, and the pins it honours; ``halved`` as in :func:`build_table`."""
+    from autoshard_ilp.costs.collectives import CollectiveCosts
+    from autoshard_ilp.costs.table import build_table
+    from autoshard_ilp.costs.topology import MeshLinks
+    from autoshard_ilp.rules import rule_for
+
+    mesh = request.mesh
+    shapes = path_shapes(graph)
+    pinned = resolve_pins(request.pins, shapes, mesh.axis_names, mesh.axis_sizes)
+    if request.restriction is not None:
+        pinned = Pinned({**request.restriction(shapes), **pinned.allowed}, pinned.sources)
+    pinned = Pinned({**whole_seeds(graph, len(mesh.axis_names)), **pinned.allowed}, pinned.sources)
+    links = MeshLinks.create(request.profile, mesh.axis_names, mesh.axis_sizes, request.physical_shape)
+    table = build_table(
+        graph,
+        rule_for,
+        mesh.axis_names,
+        mesh.axis_sizes,
+        request.profile,
+        CollectiveCosts(links),
+        restriction=pinned.restrict,
+        restriction_key=pinned.key,
+        fold_layers=request.solver.fold_layers,
+        halved=halved,
+    )
+    if table.unknown and request.solver.strict:
+        raise UnsupportedModelError(
+            "Under strict=True every primitive needs a sharding rule. Received: "
+            + "; ".join(table.unknown[:5])
+            + ". Add a rule (src/autoshard_ilp/rules/README.md), or plan without strict to keep these whole."
+        )
+    return table, pinned
+
+
+@collector_paused()
+def build(step: Step, infos: Any, table: Any, request: Request) -> Any:
+    """The integer program of a cost table."""
+    from autoshard_ilp.costs.build import build_program
+
+    roles = {op: ROLES.get(infos.arguments[i].role, "inputs") for i, op in enumerate(step.graph.arguments)}
+    return build_program(table, roles, capacity=request.capacity, objective=request.objective)
+
+
+def assemble(
+    step: Step,
+    infos: Any,
+    request: Request,
+    progress: Progress,
+    table: Any,
+    built: Any,
+    solution: Any,
+    mode: str,
+    batch_size: int,
+    origin: dict[str, Any],
+) -> Plan:
+    """The plan of a solution: layouts, cost, memory, proof."""
+    from autoshard_ilp.binding import signature_of
+    from autoshard_ilp.course import course_of
+    from autoshard_ilp.placement import place
+    from autoshard_ilp.remat import recomputed_layers
+    from autoshard_ilp.report import peak_memory, planned_collectives, total_cost
+
+    graph, choices = step.graph, solution.choices
+    placement = place(table, choices)
+    collectives = planned_collectives(table, choices)
+    cost = total_cost(table, choices, collectives)
+    timings = dict(progress.seconds)
+    inside = solution.report.get("seconds", {})
+    timings["presolve"] = float(inside.get("presolve", 0.0))
+    timings["solve"] = max(0.0, timings.get("solve", 0.0) - timings["presolve"])
+    notes: tuple[str, ...] = ()
+    if any(len(c.members) > 1 for c in table.classes):
+        shared = "share two decisions, one for each half of them" if table.halved else "share one decision"
+        notes = (f"Repeated layers {shared}; optimality is proved for that problem.",)
+    notes = (*notes, *loop_notes(graph), *overlap_notes(cost.compute_s, cost.hidden_s, request.profile))
+    return Plan(
+        mesh=request.mesh,
+        hardware=request.profile.name,
+        mode=mode,
+        batch_size=batch_size,
+        objective=request.objective,
+        arguments=leaves(infos.arguments, [placement.of(i)[1][0] for i in graph.arguments]),
+        results=leaves(infos.results, [placement.of(i)[0][0] for i in graph.results]),
+        cost=cost,
+        collectives=tuple(collectives),
+        memory=peak_memory(built, choices, request.capacity),
+        status=solution.status,
+        lower_bound=float(solution.lower_bound),
+        gap=float(solution.gap),
+        timings=timings,
+        placement=placement,
+        unknown=table.unknown,
+        notes=notes,
+        course=course_of(built, table, choices),
+        origin={**recipe(request), **({"halved": True} if table.halved else {}), **origin},
+        signature=signature_of(step),
+        remat_policy=step.remat,
+        remat=recomputed_layers(graph),
+        executable=step,
+        trail=Trail(
+            getattr(infos, "closed_jaxpr", None), graph, table, built.program, built, solution, infos, request, request
+        ),
+    )

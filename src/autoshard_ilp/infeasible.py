@@ -1,0 +1,63 @@
+"""Why nothing fits: the smallest budget, what fills it, and the pins in its way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoshard_ilp.attempt import Failure, build, price
+from autoshard_ilp.errors import InfeasibleError
+from autoshard_ilp.request import Request
+from autoshard_ilp.units import format_bytes
+
+
+def infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleError:
+    """The error of a step that fits under no rematerialisation policy; the smallest budget is that of the best one."""
+    from autoshard_ilp.program import minimum_capacity
+    from autoshard_ilp.report import peak_memory
+
+    pins = list(dict.fromkeys(text for texts in failures[0].pinned.sources.values() for text in texts))
+    if any(f.solution.status != "infeasible" for f in failures):
+        return InfeasibleError(
+            f"No plan was found within the time limit of {request.solver.time_limit:g} s. Received: a budget of "
+            f"{format_bytes(request.capacity)}. Raise SolverOptions(time_limit=...) or the budget.",
+            conflicts=pins,
+        )
+    try:
+        found = [(f.built, *minimum_capacity(f.built.program, request.solver)) for f in failures]
+    except InfeasibleError:
+        return InfeasibleError(
+            f"The pins must leave a layout for every tensor at some budget. Received: {', '.join(pins)}, which leave "
+            "none. Drop or widen one of them.",
+            conflicts=pins,
+        )
+    built, _, upper, choices = min(found, key=lambda item: item[2])
+    lower = min(item[1] for item in found)
+    memory = peak_memory(built, choices, request.capacity)
+    largest = "; ".join(f"{label} {format_bytes(size)}" for label, size in memory.contributors[:5])
+    proved = "" if lower == upper else f" (proved: not below {format_bytes(lower)})"
+    pins = _pins_at_fault(failures, request, pins)
+    named = f" It fits without the pins {', '.join(pins)}." if pins else ""
+    return InfeasibleError(
+        f"No plan fits the memory budget. Received: {format_bytes(request.capacity)} per device on a mesh of "
+        f"{request.mesh}. The smallest budget that fits is {format_bytes(upper)}{proved}; at its peak: {largest}."
+        f"{named} Raise memory_budget, use more devices, or a smaller batch.",
+        minimum_budget=upper,
+        minimum_budget_bound=lower,
+        contributors=memory.contributors,
+        conflicts=pins,
+    )
+
+
+def _pins_at_fault(failures: Sequence[Failure], request: Request, pins: list[str]) -> list[str]:
+    """The pins, when the budget would do without them; none, when it is too small all the same."""
+    from autoshard_ilp.program import minimum_capacity
+
+    free = replace(request, pins=None)
+    for failure in failures if pins else ():
+        table, _ = price(failure.step.graph, free)
+        program = build(failure.step, failure.infos, table, free).program
+        _, upper, _ = minimum_capacity(program, request.solver, enough=request.capacity)
+        if upper <= request.capacity:
+            return pins
+    return []

@@ -1,0 +1,78 @@
+"""From a traced step to its plan: the rematerialisation policies in turn, and one process for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoshard_ilp.agreement import facts_of_step, planned_once
+from autoshard_ilp.attempt import Failure, attempt
+from autoshard_ilp.infeasible import infeasible
+from autoshard_ilp.plan import Plan
+from autoshard_ilp.processes import together
+from autoshard_ilp.progress import Progress
+from autoshard_ilp.rematsearch import recomputed_share, search
+from autoshard_ilp.request import Request
+from autoshard_ilp.step import Step, graph_of
+
+
+def plan_traced(
+    traced: Any, request: Request, progress: Progress, policies: Sequence[str], while_trip_count: int | None = None
+) -> Plan:
+    """Plans a Keras step; where several rematerialisation policies may be tried, with as little of it as fits.
+
+    Of the processes of a ``jax.distributed`` job the first one plans, and the others receive its plan.
+
+    Raises:
+        InfeasibleError: none of them fits.
+        PlanMismatchError: the processes of a job are about to plan different things.
+    """
+
+    def step(policy: str) -> Step:
+        return graph_of(traced, policy, while_trip_count)
+
+    with together("planning") as meeting:
+        return planned_once(
+            meeting,
+            lambda: facts_of_step(step(policies[0]), traced, request, traced.mode),
+            lambda: _search(traced, request, progress, policies, step),
+            step,
+        )
+
+
+def _search(
+    traced: Any, request: Request, progress: Progress, policies: Sequence[str], step: Callable[[str], Step]
+) -> Plan:
+    def tried(policy: str, seconds: float) -> Plan | Failure:
+        with progress.stage("graph"):
+            graph = step(policy)
+        known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds}
+        answer = attempt(graph, traced, request, progress, **known)
+        return answer if policy in policies else without_tables(answer)
+
+    blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
+    found = search(policies, tried, blocks, limit, share=recomputed_share)
+    if found.plan is None:
+        raise infeasible(found.failures, request)
+    return with_history(found.plan, policies, found.failures)
+
+
+def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **options: Any) -> Plan:
+    """:func:`attempt`; raises InfeasibleError when nothing fits."""
+    found = attempt(step, infos, request, progress, **options)
+    if isinstance(found, Failure):
+        raise infeasible([found], request)
+    return found
+
+
+def without_tables(answer: Plan | Failure) -> Plan | Failure:
+    """A failure of the search between policies says only that it failed: its tables would hold much memory."""
+    return answer if isinstance(answer, Plan) else replace(answer, table=None, built=None)
+
+
+def with_history(plan: Plan, policies: Sequence[str], failures: Sequence[Failure]) -> Plan:
+    """The plan with what another question about it needs: policies to try, and those that did not fit."""
+    assert plan.trail is not None
+    kept = tuple(f for f in failures if f.step.remat in policies)  # those of a search between them hold much memory
+    return replace(plan, trail=replace(plan.trail, policies=tuple(policies), failures=kept))
