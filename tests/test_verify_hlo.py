@@ -24,6 +24,7 @@ from autoshard_ilp.verify.replica_groups import (
     mesh_axes_of_pairs,
     parse_groups,
     parse_pairs,
+    within_one_axis,
 )
 from autoshard_ilp.verify.trip_count import _runs
 
@@ -96,6 +97,8 @@ def test_groups_that_follow_no_axes_are_irregular() -> None:
     assert mesh_axes_of(((0, 1), (2, 3)), (2, 2), ("a", "b")) == ("b",)
     assert mesh_axes_of(((0, 3), (1, 2)), (2, 2), ("a", "b")) == IRREGULAR
     assert mesh_axes_of(((0, 1), (2, 3), (4, 5), (6, 7)), (2, 4), ("a", "b")) == IRREGULAR  # half of an axis
+    assert within_one_axis(((0, 1), (2, 3), (4, 5), (6, 7)), (2, 4), ("a", "b")) == ("b",)
+    assert within_one_axis(((0, 5), (1, 4), (2, 7), (3, 6)), (2, 4), ("a", "b")) == IRREGULAR
     assert mesh_axes_of(((0, 1), (2,), (3,)), (2, 2), ("a", "b")) == IRREGULAR
     assert mesh_axes_of(((0, 9),), (2, 4), ("a", "b")) == IRREGULAR
 

@@ -5,6 +5,7 @@ Everything else asks these functions. When JAX renames something, this file chan
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -138,6 +139,15 @@ def bind_equation(eqn: Any, args: Sequence[Any], name_stack: Any, mesh: Any = No
 def platform_of(mesh: Any) -> str:
     """Platform of a mesh's devices, such as "cpu"; empty where it has none (an abstract mesh, or no mesh)."""
     return str(mesh.devices.flat[0].platform) if isinstance(mesh, jax.sharding.Mesh) else ""
+
+
+def whole_slice(mesh: Any) -> tuple[int, ...]:
+    """Chips along each axis of the TPU slice that a mesh is, where it is a whole one, one device per chip; else ()."""
+    if platform_of(mesh) != "tpu":
+        return ()
+    places = {tuple(getattr(d, "coords", ())) for d in mesh.devices.flat}
+    lengths = tuple(len(set(along)) for along in zip(*places, strict=True))
+    return lengths if math.prod(lengths) == len(places) == mesh.devices.size else ()
 
 
 def binder(eqn: Any, mesh: Any) -> Any:

@@ -28,7 +28,7 @@ from autoshard_ilp import manual, ties
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_shape, replicated, to_partition_spec
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape, replicated, to_partition_spec
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,18 @@ class _Plan:
 
         XLA:TPU would rather copy the variable and its optimizer's slots into the order that the product which makes the
         gradient likes, hold all copies at once, and copy the new values back. Variables of whole tiles are stored row
-        by row; others are left alone.
+        by row; others are left alone. Asked for device by device: on a mesh of three axes the partitioner gathers the
+        whole gradient for it.
         """
         layout, shape = self.layout(tensor), self.graph.tensors[tensor].shape
         if tensor not in self.gradients or layout is None or PARTIAL in layout:
             return value
-        local = local_shape(shape, layout, [self.mesh.shape[name] for name in self.axis_names])
-        return compat.row_major(value) if local[-1] % 128 == 0 and local[-2] % 8 == 0 else value
+        sizes = [self.mesh.shape[name] for name in self.axis_names]
+        local = local_shape(shape, layout, sizes)
+        if local[-1] % 128 or local[-2] % 8 or not divides(shape, layout, sizes):
+            return value
+        spec = to_partition_spec(layout, len(shape), self.axis_names)
+        return jax.shard_map(compat.row_major, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(value)
 
     def anchor(self, op: Op) -> int | None:
         """The gradient that the backward pass has reached before ``op`` may run (:func:`ties.anchors`)."""

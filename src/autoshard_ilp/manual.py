@@ -22,6 +22,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoshard_ilp._jax_compat import whole_slice
+from autoshard_ilp.costs.scatter import spans_slice, stages
 from autoshard_ilp.rules.rule import Kind, OpView, Rule
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape, to_partition_spec
 
@@ -124,15 +126,25 @@ def run(
     if LOCAL[op.primitive]:
         params[LOCAL[op.primitive]] = local_shape(op.out_shapes[0], before, sizes)
 
+    slice_shape = whole_slice(mesh)
+
     def one_device(*parts: Any) -> Any:
         whole = [part[0] if PARTIAL in layout else part for part, layout in zip(parts, operands, strict=True) if layout]
         out = bind(*whole, **params)
-        return _reduced(out[0] if isinstance(out, (list, tuple)) else out, sums, result, axis_names, sizes)
+        partial = out[0] if isinstance(out, (list, tuple)) else out
+        return _reduced(partial, sums, result, axis_names, sizes, slice_shape)
 
     return _mapped(one_device, args, op.in_shapes, operands, op.out_shapes[0], result, mesh, axis_names)
 
 
-def _reduced(value: Any, sums: Sequence[int], result: Layout, axis_names: Sequence[str], sizes: Sequence[int]) -> Any:
+def _reduced(
+    value: Any,
+    sums: Sequence[int],
+    result: Layout,
+    axis_names: Sequence[str],
+    sizes: Sequence[int],
+    slice_shape: Sequence[int],
+) -> Any:
     """Partial sums scattered onto the dimensions that the result's layout names, then added up over the other axes."""
     import jax
 
@@ -140,8 +152,7 @@ def _reduced(value: Any, sums: Sequence[int], result: Layout, axis_names: Sequen
     for axis in sums:
         by_dim.setdefault(result[axis], []).append(axis)
     for dim in sorted(d for d in by_dim if d >= 0):
-        names = tuple(axis_names[a] for a in by_dim[dim])
-        value = _scattered(value, names, dim, math.prod(sizes[a] for a in by_dim[dim]))
+        value = _scattered(value, by_dim[dim], dim, axis_names, sizes, slice_shape)
         stay = [a for a, d in enumerate(result) if d == dim and a not in by_dim[dim]]
         value = _reordered(value, (*stay, *by_dim[dim]), sorted((*stay, *by_dim[dim])), axis_names, sizes)
     if WHOLE in by_dim:
@@ -149,23 +160,65 @@ def _reduced(value: Any, sums: Sequence[int], result: Layout, axis_names: Sequen
     return value[None] if PARTIAL in by_dim else value
 
 
-def _scattered(value: Any, names: tuple[str, ...], dim: int, n_shards: int) -> Any:
-    """Partial sums of all devices along mesh axes ``names``, added up and scattered onto ``dim``.
+def _scattered(
+    value: Any,
+    axes: Sequence[int],
+    dim: int,
+    axis_names: Sequence[str],
+    sizes: Sequence[int],
+    slice_shape: Sequence[int],
+) -> Any:
+    """Partial sums of all devices along mesh ``axes``, added up and scattered onto ``dim``.
 
     XLA:TPU keeps arrays in tiles and turns a reduce-scatter whose shards do not fill whole tiles, in the layout that it
     happens to choose, into an all-reduce and a slice: twice the bytes. A dimension of its own in front, one entry per
-    shard, is never tiled. Where shards fill tiles in every layout it is left out, since it can cost a copy.
+    shard, is never tiled. Where shards fill tiles in every layout it is left out, since it can cost a copy; in front of
+    the first dimension it costs none, and saves what XLA pads to scatter in equal pieces.
     """
     import jax
 
+    names = tuple(axis_names[a] for a in axes)
+    n_shards = math.prod(sizes[a] for a in axes)
     rows = value.shape[dim] // n_shards
-    inner = value.ndim > 1 and dim < value.ndim - 1
+    in_stages = spans_slice(axes, sizes, slice_shape)
+    inner = value.ndim > 1 and 0 < dim < value.ndim - 1
     whole_tiles = inner and value.shape[-1] % TILE_LANES == 0 and rows % TILE_ROWS == 0
-    if rows % SAFE_MULTIPLE == 0 or whole_tiles:
+    if not in_stages and ((dim > 0 and rows % SAFE_MULTIPLE == 0) or whole_tiles):
         return jax.lax.psum_scatter(value, names, scatter_dimension=dim, tiled=True)
     front = jax.numpy.moveaxis(value, dim, 0)
-    front = front.reshape(n_shards, rows, *front.shape[1:])
-    return jax.numpy.moveaxis(jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False), 0, dim)
+    if in_stages:
+        shards = _scattered_in_stages(front, axes, axis_names, sizes, slice_shape)
+    else:
+        front = front.reshape(n_shards, rows, *front.shape[1:])
+        shards = jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False)
+    return jax.numpy.moveaxis(shards, 0, dim)
+
+
+def _scattered_in_stages(
+    value: Any, axes: Sequence[int], axis_names: Sequence[str], sizes: Sequence[int], slice_shape: Sequence[int]
+) -> Any:
+    """Partial sums scattered onto their first dimension by the stages of :mod:`autoshard_ilp.costs.scatter`."""
+    import jax
+
+    left = [a for a in axes if sizes[a] > 1]
+    parts = [sizes[a] for a in left]
+    rows = value.shape[0] // math.prod(parts)
+    if len(left) == 1:  # one axis in two parts: as many devices apart as the last part has, then neighbours
+        minor = next(d for d in range(2, parts[0] + 1) if parts[0] % d == 0)
+        major = parts[0] // minor
+        name = axis_names[left[0]]
+        value = value.reshape(major, minor, rows, *value.shape[1:])
+        apart = [[q * minor + r for q in range(major)] for r in range(minor)]
+        value = jax.lax.psum_scatter(value, name, scatter_dimension=0, axis_index_groups=apart, tiled=False)
+        near = [[q * minor + r for r in range(minor)] for q in range(major)]
+        return jax.lax.psum_scatter(value, name, scatter_dimension=0, axis_index_groups=near, tiled=False)
+    value = value.reshape(*parts, rows, *value.shape[1:])
+    for stage in stages(left, sizes, slice_shape):
+        value = jax.numpy.moveaxis(value, [left.index(a) for a in stage], range(len(stage)))
+        value = value.reshape(-1, *value.shape[len(stage) :])
+        value = jax.lax.psum_scatter(value, tuple(axis_names[a] for a in stage), scatter_dimension=0, tiled=False)
+        left = [a for a in left if a not in stage]
+    return value
 
 
 def _reordered(

@@ -112,7 +112,8 @@ def collective_sites(
         op = table.graph.ops[cls.members[0]]
         out = table.graph.tensors[op.outputs[0]]
         after = tuple((m, False) for m in cls.members)
-        for kind, axes, payload in resolution_payloads(strategy, out.shape, out.itemsize, table.axis_sizes):
+        sizes, costs = table.axis_sizes, table.collectives
+        for kind, axes, payload in resolution_payloads(strategy, out.shape, out.itemsize, sizes, costs):
             yield _collective(table, kind, axes, payload, _name(table, out.id), cls.members, cls.count), after
     for flow in table.flows:
         before = tuple((op_id, True) for op_id, _ in flow.uses)

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autoshard_ilp.costs import scatter
 from autoshard_ilp.costs.profile import COLLECTIVE_KINDS
 from autoshard_ilp.costs.topology import Group, MeshLinks, Segment
 from autoshard_ilp.errors import InputShapeError
@@ -90,6 +91,13 @@ class CollectiveCosts:
         sizes = np.asarray(payload_bytes, np.float64)
         return np.where(sizes > 0, alpha + beta * sizes, 0.0)
 
+    def scatter_stages(self, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Mesh axes of each of the reduce-scatters that scatter over ``axes`` (:mod:`autoshard_ilp.costs.scatter`)."""
+        return scatter.stages(axes, self.links.axis_sizes, self.links.whole_slice)
+
+    def _spans_slice(self, axes: tuple[int, ...]) -> bool:
+        return scatter.spans_slice(axes, self.links.axis_sizes, self.links.whole_slice)
+
     def alpha_beta(self, kind: str, axes: tuple[int, ...]) -> tuple[float, float]:
         """(seconds per call, seconds per payload byte) of a collective over these mesh axes; (0, 0) alone."""
         key = (kind, tuple(axes))
@@ -100,10 +108,11 @@ class CollectiveCosts:
             reached = self.links.profile.efficiency_by_kind.get(kind, 1.0)
             line = (0.0, 0.0)
             if group.size > 1:
-                line = (
-                    exposed * _alpha(kind, group, self.links),
-                    exposed * _beta(kind, group, self.links) / reached,
-                )
+                # A reduce-scatter over one axis that spans the slice takes two stages, and as long as an all-reduce.
+                split = kind == "reduce-scatter" and self._spans_slice(key[1])
+                sent_as = "all-reduce" if split else kind
+                alpha = _alpha(sent_as, group, self.links)
+                line = (exposed * alpha, exposed * _beta(sent_as, group, self.links) / reached)
             self._lines[key] = line
         return self._lines[key]
 

@@ -302,17 +302,26 @@ def _undominated(strategies: list[Strategy], seconds: np.ndarray) -> list[int]:
 
 
 def resolution_payloads(
-    strategy: Strategy, shape: tuple[int, ...], itemsize: float, axis_sizes: Sequence[int]
+    strategy: Strategy,
+    shape: tuple[int, ...],
+    itemsize: float,
+    axis_sizes: Sequence[int],
+    costs: CollectiveSeconds | None = None,
 ) -> list[tuple[str, tuple[int, ...], float]]:
-    """Collectives that resolve a strategy's partial results: (kind, mesh axes, payload bytes)."""
+    """Collectives that resolve a strategy's partial results: (kind, mesh axes, payload bytes).
+
+    ``costs`` tells into how many a reduce-scatter is split (:mod:`autoshard_ilp.costs.scatter`); without it, none is.
+    """
     if not strategy.resolutions or strategy.partial is None:
         return []
+    stages = getattr(costs, "scatter_stages", None)
     layout = list(strategy.partial)
     found = []
     for r in strategy.resolutions:
-        found.append((r.kind, r.axes, float(local_bytes(shape, itemsize, tuple(layout), axis_sizes))))
-        if r.kind == "reduce-scatter":
-            for axis in r.axes:
+        scatters = r.kind == "reduce-scatter"
+        for axes in stages(r.axes) if scatters and stages else (r.axes,):
+            found.append((r.kind, axes, float(local_bytes(shape, itemsize, tuple(layout), axis_sizes))))
+            for axis in axes if scatters else ():
                 layout[axis] = r.dim
     return found
 
@@ -321,7 +330,7 @@ def resolution_seconds(
     strategy: Strategy, shape: tuple[int, ...], itemsize: float, axis_sizes: Sequence[int], costs: CollectiveSeconds
 ) -> float:
     """Seconds to resolve a strategy's partial results."""
-    return sum(costs.seconds(k, a, b) for k, a, b in resolution_payloads(strategy, shape, itemsize, axis_sizes))
+    return sum(costs.seconds(k, a, b) for k, a, b in resolution_payloads(strategy, shape, itemsize, axis_sizes, costs))
 
 
 def _flows(graph: Graph, class_of: np.ndarray, classes: Sequence[OpClass]) -> tuple[Flow, ...]:

@@ -136,6 +136,12 @@ class MeshLinks:
         return math.prod(self.axis_sizes)
 
     @property
+    def whole_slice(self) -> tuple[int, ...]:
+        """Chips along each axis of the one slice that the mesh is, with one device each; else empty."""
+        chips = math.prod(self.slice_shape) if self.slice_shape else 0
+        return self.slice_shape if self.profile.family == "tpu" and chips == self.n_devices else ()
+
+    @property
     def devices_per_domain(self) -> int:
         """Devices of this mesh in one slice, node or NVLink domain (the last one may hold fewer).
 

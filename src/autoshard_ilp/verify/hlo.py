@@ -26,11 +26,13 @@ from dataclasses import dataclass, replace
 from autoshard_ilp.verify.hlo_text import Computation, Instruction, Module, array_shapes, parse_module, type_bytes
 from autoshard_ilp.verify.hlo_text import element_bits as element_bits
 from autoshard_ilp.verify.replica_groups import (
+    IRREGULAR,
     Groups,
     connected,
     mesh_axes_of_pairs,
     parse_groups,
     parse_pairs,
+    within_one_axis,
 )
 from autoshard_ilp.verify.replica_groups import mesh_axes_of as mesh_axes_of
 from autoshard_ilp.verify.trip_count import Frame, called, trip_count
@@ -103,7 +105,10 @@ class CompiledCollective:
         """Mesh axes that it spans; arguments as in :func:`~autoshard_ilp.verify.replica_groups.mesh_axes_of`."""
         if self.pairs:
             return mesh_axes_of_pairs(self.pairs, mesh_shape, axis_names, position=position)
-        return mesh_axes_of(self.groups, mesh_shape, axis_names, position=position)
+        found = mesh_axes_of(self.groups, mesh_shape, axis_names, position=position)
+        if found == IRREGULAR and self.kind == "reduce-scatter" and position is None:
+            return within_one_axis(self.groups, mesh_shape, axis_names)
+        return found
 
 
 def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> int:

@@ -181,6 +181,21 @@ def mesh_axes_of(
     return tuple(axis_names[axis] for axis in spanned or ())
 
 
+def within_one_axis(groups: Groups, mesh_shape: Sequence[int], axis_names: Sequence[str]) -> tuple[str, ...]:
+    """The mesh axis along which every group lies, each on a part of it; :data:`IRREGULAR` where there is none.
+
+    A reduce-scatter over an axis that spans a TPU slice runs in two stages, over parts of the axis
+    (:mod:`autoshard_ilp.costs.scatter`).
+    """
+    shape, along = tuple(mesh_shape), set()
+    for group in groups:
+        if max(group) >= math.prod(shape):
+            return IRREGULAR
+        where = _coordinates(group, shape, None)
+        along |= {axis for axis in range(len(shape)) if len(set(where[:, axis])) > 1}
+    return tuple(axis_names[axis] for axis in along) if len(along) == 1 else IRREGULAR
+
+
 def mesh_axes_of_pairs(
     pairs: Iterable[tuple[int, int]],
     mesh_shape: Sequence[int],
