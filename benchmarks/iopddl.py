@@ -5,7 +5,8 @@
 The instance becomes a ``Program``, the type that plans use (costs instead of seconds, any unit of memory), and goes
 through ``program.solve``. The limit counts from the start of the process: Python, reading and compiling included. The
 best solution so far, a JSON list with one strategy index per node, is replaced atomically whenever it improves; Ctrl-C
-keeps it. Exit status: 0 with a solution, 1 without one, 2 proved infeasible.
+keeps it. Exit status: 0 with a solution, 1 without one, 2 proved infeasible, 3 the file is no instance (or the output
+cannot be written).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,58 @@ def process_started() -> float:
         return STARTED
 
 
+class NotAnInstanceError(Exception):
+    """The file cannot be read as an instance; the text says what is wrong."""
+
+
 def read_instance(path: Path) -> Any:
-    """The program of an instance, ``.json`` or ``.json.gz``."""
+    """The program of an instance, ``.json`` or ``.json.gz``; NotAnInstanceError where it is none."""
     gc.disable()  # millions of small numbers and no cycles: the collector would only look at them again and again
     try:
         data = path.read_bytes()
-        return build_program(json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data))
+        instance = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except OSError as error:
+        raise NotAnInstanceError(f"cannot be read: {error.strerror or error}") from error
+    except (EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise NotAnInstanceError(f"is no JSON: {error}") from error
     finally:
         gc.enable()
+    check_instance(instance)
+    return build_program(instance)
+
+
+def check_instance(instance: Any) -> None:
+    """Raises NotAnInstanceError unless ``instance`` has the parts of the contest's format, of sizes that agree."""
+
+    def need(true: bool, rule: str) -> None:
+        if not true:
+            raise NotAnInstanceError(rule)
+
+    problem = instance.get("problem") if isinstance(instance, dict) else None
+    need(isinstance(problem, dict), 'has no object "problem"')
+    nodes, edges = problem.get("nodes"), problem.get("edges")
+    for name, table, keys in (("nodes", nodes, ("intervals", "costs", "usages")), ("edges", edges, ("nodes", "costs"))):
+        need(isinstance(table, dict), f'has no object "problem.{name}"')
+        for key in keys:
+            rows = table.get(key)
+            need(isinstance(rows, list) and all(isinstance(r, list) for r in rows), f"{name}.{key} is no list of lists")
+            need(len(rows) == len(table[keys[0]]), f"{name}.{key} has {len(rows)} rows, not {len(table[keys[0]])}")
+    sizes = [len(costs) for costs in nodes["costs"]]
+    for v, (span, size, usages) in enumerate(zip(nodes["intervals"], sizes, nodes["usages"], strict=True)):
+        need(size > 0, f"node {v} has no strategy")
+        need(len(usages) == size, f"node {v} has {size} costs and {len(usages)} usages")
+        need(len(span) in (0, 2) and all(map(_whole, span)), f"node {v} has the interval {span}, not [start, end)")
+    for e, (ends, table) in enumerate(zip(edges["nodes"], edges["costs"], strict=True)):
+        known = len(ends) == 2 and all(_whole(v) and 0 <= v < len(sizes) for v in ends)
+        need(known, f"edge {e} joins {ends}, not two of {len(sizes)} nodes")
+        size = sizes[ends[0]] * sizes[ends[1]]
+        need(len(table) == size, f"edge {e} has a table of {len(table)} costs, not {size}")
+    limit = problem.get("usage_limit")
+    need(limit is None or _whole(limit), f"usage_limit is {limit!r}, no whole number")
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def build_program(instance: dict[str, Any]) -> Any:
@@ -62,10 +108,15 @@ def build_program(instance: dict[str, Any]) -> Any:
     nodes, edges = problem["nodes"], problem["edges"]
     sizes = [len(c) for c in nodes["costs"]]
     start = list(itertools.accumulate(sizes, initial=0))
-    costs = np.fromiter(itertools.chain.from_iterable(nodes["costs"]), np.float64, start[-1])
-    usages = np.fromiter(itertools.chain.from_iterable(nodes["usages"]), np.int64, start[-1])
     place = list(itertools.accumulate((len(c) for c in edges["costs"]), initial=0))
-    tables = np.fromiter(itertools.chain.from_iterable(edges["costs"]), np.float64, place[-1])
+    try:
+        costs = np.fromiter(itertools.chain.from_iterable(nodes["costs"]), np.float64, start[-1])
+        usages = np.fromiter(itertools.chain.from_iterable(nodes["usages"]), np.int64, start[-1])
+        tables = np.fromiter(itertools.chain.from_iterable(edges["costs"]), np.float64, place[-1])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise NotAnInstanceError(f"costs and usages are numbers: {error}") from error
+    if np.isnan(costs).any() or np.isnan(tables).any():
+        raise NotAnInstanceError("costs are numbers, and null or NaN is none")
     costs[costs >= IMPOSSIBLE] = np.inf
     tables[tables >= IMPOSSIBLE] = np.inf
     labels = {size: np.arange(size) for size in set(sizes)}
@@ -162,13 +213,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, help="threads of CP-SAT (default: 8)")
     args = parser.parse_args(arguments)
+    if not args.time_limit >= 0 or args.seed < 0 or (args.workers is not None and args.workers < 1):
+        parser.error("--time-limit and --seed are at least 0, --workers at least 1")
     output = Output(args.output, process_started())
     for number in (signal.SIGTERM, signal.SIGINT):  # a shell's background jobs start with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     cut_off(output, args.time_limit + GRACE_SECONDS)
     loading = threading.Thread(target=compile_kernels, name="compile", daemon=True)
     loading.start()
-    program = read_instance(args.instance)
+    try:
+        if args.output is not None and not args.output.absolute().parent.is_dir():
+            raise NotAnInstanceError(f"{args.output.parent} is no folder to write the solution to")
+        program = read_instance(args.instance)
+    except NotAnInstanceError as error:
+        print(f"{args.instance}: {error}", file=sys.stderr, flush=True)
+        os._exit(3)  # without waiting for what is being loaded
     print(f"read         {args.instance.name}: {len(program.nodes)} nodes, {len(program.edges)} edges", end=", ")
     print(f"{output.seconds():.2f} s", flush=True)
     loading.join()

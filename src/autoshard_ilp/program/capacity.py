@@ -84,6 +84,9 @@ class Room:
         """Removes until nothing changes; counts of what went. EmptyNodeError: no plan fits."""
         program = self.program
         assert program.capacity is not None
+        for v, possible in enumerate(self.keep):
+            if not possible.any():
+                raise EmptyNodeError(v)
         self.cells = [np.isfinite(np.asarray(e.table)) for e in program.edges]
         self.spans = Spans.of(program)
         before = sum(int(k.sum()) for k in self.keep)
