@@ -111,6 +111,11 @@ def _checked(names: Sequence[Any], sizes: Sequence[Any], kind: str | None = None
     for name, size in zip(names, sizes, strict=True):
         if not isinstance(name, str) or not name:
             raise InputShapeError(f"A mesh axis name is a non-empty string. Received: {name!r}.")
+        if not name.isascii() or "\\" in name:  # XLA ends the process on them when it reads a sharding
+            raise InputShapeError(
+                f"A mesh axis name is of ASCII characters other than the backslash: XLA takes no others. Received: "
+                f"{name!r}. Rename the axis."
+            )
         if isinstance(size, bool) or not hasattr(size, "__index__") or int(size) < 1:
             raise InputShapeError(f"A mesh axis has a size of at least 1. Received: {name!r} = {size!r}.")
     return MeshSpec(names, tuple(int(s) for s in sizes), kind, jax_mesh)

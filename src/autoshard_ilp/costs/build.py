@@ -94,7 +94,7 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
     seconds, copies = flow_table(table, flow)
     u, v = table.classes[flow.u].results[flow.result], operand_labels(table, flow)
     copies = np.where(_only_sliced(table, flow, u.layouts, v.layouts), 0, copies) if copies.any() else copies
-    if copies.any() and _counts(table, flow):
+    if copies.any() and _counts(table, flow) and len(table.classes) > 1:
         for op_id, operand in flow.uses:
             start, end = _copy_lifetime(table, flow, op_id)
             start = min(start, account.gathered.get(table.graph.ops[op_id].inputs[operand], start))
@@ -257,7 +257,8 @@ def _without_loops(program: Program) -> Program:
     """Edges from a node to itself (a repeated layer feeding the next) become node costs.
 
     The edge keeps its place, with a zero table, so that edge numbers stay those of the flows; its bytes are moved to
-    an edge of one column, since every edge must join two nodes.
+    an edge of one column, since every edge must join two nodes. Where there is but one, a step that only hands its
+    arguments back, there is nothing to copy either, and no edge is left.
     """
     costs = [n.costs for n in program.nodes]
     edges: list[Edge] = []
@@ -267,7 +268,9 @@ def _without_loops(program: Program) -> Program:
             continue
         costs[e.u] = costs[e.u] + e.table[e.u_labels, e.v_labels]
         own = e.bytes[e.u_labels, e.v_labels] if e.bytes is not None else np.zeros(len(e.u_labels), np.int64)
-        other = 0 if e.u else min(1, len(program.nodes) - 1)
+        if len(program.nodes) == 1:
+            continue
+        other = 0 if e.u else 1
         zeros = np.zeros(len(program.nodes[other].costs), np.int64)
         edges.append(Edge(e.u, other, np.arange(len(own)), zeros, np.zeros((len(own), 1)), own[:, None]))
     nodes = tuple(Node(n.name, c, n.bytes) for n, c in zip(program.nodes, costs, strict=True))
