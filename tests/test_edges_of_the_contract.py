@@ -1,4 +1,4 @@
-"""Corners of the public functions: steps that only hand arguments back, empty dimensions, names that XLA cannot take."""
+"""Corners of the public functions: steps that hand arguments back, empty dimensions, names that XLA cannot take."""
 
 import jax
 import jax.numpy as jnp

@@ -130,7 +130,7 @@ def _layout(
     layout = tuple(WHOLE if size == 1 else dim for dim, size in zip(layout, axis_sizes, strict=True))
     if not divides(shape, layout, axis_sizes):
         shards = shards_of_dims(layout, len(shape), axis_sizes)
-        bad = next(d for d, (n, s) in enumerate(zip(shape, shards, strict=True)) if n % s or not n and s > 1)
+        bad = next(d for d, (n, s) in enumerate(zip(shape, shards, strict=True)) if n % s or (not n and s > 1))
         raise InputShapeError(
             f"An argument or result of a jitted step must divide evenly over its mesh axes. Received: {text!r}: "
             f"{spec!r} for {path!r}, whose dimension {bad} of size {shape[bad]} does not divide by {shards[bad]}. "
