@@ -126,6 +126,24 @@ def test_the_fewest_blocks_that_fit_are_recomputed(room: float, policy: str, any
     assert len(planner.asked) <= 3 + 4, "bisection"
 
 
+@pytest.mark.parametrize(
+    ("dear", "never_s", "policy", "asked"),
+    [
+        (0.05, 10.0, "never", ["never"]),
+        (0.06, 10.0, "never", ["never", "selective", "full"]),  # 16 and 48 seconds
+        (0.06, 40.0, "selective", ["never", "selective", "full"]),
+        (0.9, 100.0, "selective", ["never", "selective", "full"]),
+    ],
+)
+def test_a_plan_that_its_budget_makes_dear_is_compared_with_recomputation(
+    dear: float, never_s: float, policy: str, asked: list[str], any_plan: Plan
+) -> None:
+    planner = _Planner(16, 16, any_plan, seconds={"never": never_s / 16, "selective": 1.0, "full": 3.0})
+    found = search(POLICIES, planner, lambda failed: 16, 100.0, dear=lambda plan: dear)
+    assert found.plan is not None and found.plan.remat_policy == policy and planner.asked == asked
+    assert any("recomputation" in note.lower() for note in found.plan.notes) is (len(asked) > 1)
+
+
 def test_nothing_fits(any_plan: Plan) -> None:
     found = search(POLICIES, _Planner(4, 0.1, any_plan), lambda failed: 4, 100.0)
     assert found.plan is None and found.failures == ["never", "selective", "full"]

@@ -12,7 +12,7 @@ from autoshard_ilp.infeasible import infeasible
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import together
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.rematsearch import recomputed_share, search
+from autoshard_ilp.rematsearch import memory_share, recomputed_share, search
 from autoshard_ilp.request import Request
 from autoshard_ilp.step import Step, graph_of
 
@@ -52,7 +52,7 @@ def _search(
         return answer if policy in policies else without_tables(answer)
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
-    found = search(policies, tried, blocks, limit, share=recomputed_share)
+    found = search(policies, tried, blocks, limit, share=recomputed_share, dear=memory_share)
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)

@@ -4,17 +4,20 @@ Which layers recompute is one number per policy: the first ``k`` blocks do (:mod
 first). Every ``k`` is an integer program of its own, solved with its own bound: layouts, gathers and collectives are
 decided anew for it, and its copies are priced by their FLOP, bytes and collectives. The search
 
-1. plans without recomputation; if that fits, it is the best, since copies only add cost;
-2. else recomputes all blocks, selectively, and in full where that does not fit;
-3. halves the interval between the smallest ``k`` known to fit and the largest known not to.
+1. plans without recomputation; if that fits and costs next to no more than it would without a budget, it is the best,
+   since copies only add cost;
+2. if it fits but the budget makes it dear, recomputes all blocks, selectively or in full, and takes the fastest;
+3. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit;
+4. then halves the interval between the smallest ``k`` known to fit and the largest known not to.
 
-The second step is enough where recomputation takes next to nothing and planning takes long. Of everything that fits,
+The third step is enough where recomputation takes next to nothing and planning takes long. Of everything that fits,
 the plan with the shortest step is taken; fewer recomputed blocks leave less room for copies of weights, so the smallest
 ``k`` need not be it. ``plan.notes`` says what was searched.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +36,12 @@ FIRST_PART = 0.9
 """Of the time left: what a plan that recomputes all blocks may take, when fewer are tried after it. One that takes all
 of this has a gap still open, which is worth more than fewer blocks."""
 
+NEVER_PART = 0.8
+"""Of the time limit: what a plan that recomputes nothing may take, when others may be tried after it."""
+
+DEAR_SHARE = 0.05
+"""Where the budget adds more than this share of the step, recomputation may be cheaper than layouts that hold less."""
+
 LEAST_PART = 0.25
 """Of the time limit: what every policy may take at least."""
 
@@ -47,6 +56,15 @@ def recomputed_share(plan: Plan) -> float:
         if trail.graph.ops[cls.members[0]].params.get("recomputed"):
             seconds += cls.count * float(cls.compute_seconds[s] + cls.communication_seconds[s])
     return seconds / plan.cost.total_s
+
+
+def memory_share(plan: Plan) -> float:
+    """Share of a plan's step that the memory budget adds to the best step without one (at most: its bound is used)."""
+    solution = None if plan.trail is None else plan.trail.solution
+    bound = None if solution is None else solution.report.get("without_memory")
+    if bound is None or not math.isfinite(bound) or solution.objective <= 0:
+        return 0.0
+    return max(0.0, 1.0 - bound / solution.objective)
 
 
 @dataclass
@@ -64,6 +82,7 @@ def search(
     time_limit: float,
     clock: Callable[[], float] = time.monotonic,
     share: Callable[[Plan], float] = lambda plan: 1.0,
+    dear: Callable[[Plan], float] = lambda plan: 0.0,
 ) -> Found:
     """Plans under as little rematerialisation as fits.
 
@@ -76,6 +95,8 @@ def search(
         clock: seconds that only grow.
         share: share of a plan's step that recomputation takes; where planning takes long and this is below
             :data:`LEAST_SHARE` or below the plan's gap, fewer blocks are not tried.
+        dear: share of a plan's step that the budget adds; above :data:`DEAR_SHARE`, a plan that recomputes nothing is
+            compared with plans that do.
     """
     found = Found()
     smaller, deadline = "never", clock() + time_limit
@@ -83,7 +104,8 @@ def search(
         fewer = policy != "never" and bool(found.failures) and policies[0] == "never"
         began = clock()
         left = max(deadline - began, LEAST_PART * time_limit)
-        answer = tried(policy, FIRST_PART * left if fewer else left)
+        part = FIRST_PART if fewer else NEVER_PART if policy == "never" and len(policies) > 1 else 1.0
+        answer = tried(policy, part * left)
         took = clock() - began
         if not isinstance(answer, Plan):
             found.failures.append(answer)
@@ -100,8 +122,32 @@ def search(
                     f"Recomputation ({policy}): it takes {share(answer):.1%} of the step, fewer blocks were not tried."
                 )
                 found.plan = replace(answer, notes=(*answer.notes, note))
+        elif policy == "never" and len(policies) > 1 and dear(answer) > DEAR_SHARE:
+            _recomputed_instead(found, policies[1:], tried, LEAST_PART * time_limit, dear)
         break
     return found
+
+
+def _recomputed_instead(
+    found: Found, policies: Sequence[str], tried: Callable[[str, float], Any], seconds: float, dear: Callable
+) -> None:
+    """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute."""
+    assert found.plan is not None
+    best = first = found.plan
+    for policy in policies:
+        answer = tried(policy, seconds)
+        if isinstance(answer, Plan) and answer.cost.total_s < best.cost.total_s:
+            best = answer
+            if dear(best) <= DEAR_SHARE:
+                break
+    if best is first:
+        note = f"The budget adds up to {dear(first):.0%} to the step; with recomputation no faster plan was found."
+    else:
+        note = (
+            f"Recomputation ({best.remat_policy}) although a plan without any fits: that one's step would take "
+            f"{first.cost.total_s / best.cost.total_s:.2f} times as long."
+        )
+    found.plan = replace(best, notes=(*best.notes, note))
 
 
 def _proved(failure: Any) -> bool:

@@ -107,9 +107,14 @@ class _Attempt:
 
 def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress) -> Plan:
     """The plan under new options, with as little rematerialisation as fits."""
+<<<<<<< HEAD
     from autoshard_ilp.infeasible import infeasible
     from autoshard_ilp.planning import with_history
     from autoshard_ilp.rematsearch import recomputed_share, search
+=======
+    from autoshard_ilp import api
+    from autoshard_ilp.rematsearch import memory_share, recomputed_share, search
+>>>>>>> 23fcb93 (A budget that makes a plan without recomputation dear has plans that recompute compared with it)
 
     known = _attempts(plan)
 
@@ -119,9 +124,8 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
             return answer
         return replace(answer, table=None, built=None, problem=None)  # only that it failed matters
 
-    found = search(
-        policies, tried, lambda failed: failed.step.blocks, request.solver.time_limit, share=recomputed_share
-    )
+    shares = {"share": recomputed_share, "dear": memory_share}
+    found = search(policies, tried, lambda failed: failed.step.blocks, request.solver.time_limit, **shares)
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)
