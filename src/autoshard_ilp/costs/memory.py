@@ -162,10 +162,7 @@ def _stored(graph: Graph, root: np.ndarray, family: str) -> np.ndarray:
     """Whether each tensor is written to memory (see the module docstring)."""
     readers = _readers(graph, root)
     stored = _needs_buffer(graph, root, readers, family)
-    several = _read_by_several_kernels(graph, root, stored, readers)
-    leaves = _bytes_behind(graph, root, stored | several)
-    sizes = np.array([t.bytes for t in graph.tensors])
-    return stored | (several & (leaves > DEAR_LEAVES * sizes))
+    return _with_dear_ones(graph, root, stored, _read_by_several_kernels(graph, root, stored, readers))
 
 
 def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
@@ -201,16 +198,16 @@ def _read_by_several_kernels(
     return found
 
 
-def _bytes_behind(graph: Graph, root: np.ndarray, stored: np.ndarray) -> np.ndarray:
-    """Bytes of the buffers that a kernel reads to compute each tensor anew."""
+def _with_dear_ones(graph: Graph, root: np.ndarray, stored: np.ndarray, several: np.ndarray) -> np.ndarray:
+    """``stored``, and what several kernels need that takes a kernel more bytes to compute anew than to read."""
+    found = stored.copy()
     behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
-    total = np.zeros(len(graph.tensors))
     for op in graph.ops:
-        mine = _leaves(graph, root, stored, behind, op)
+        mine = _leaves(graph, root, found, behind, op)
         for t in op.outputs:
             behind[t] = mine
-            total[t] = _size(graph, mine)
-    return total
+            found[t] |= several[t] and _size(graph, mine) > DEAR_LEAVES * graph.tensors[t].bytes
+    return found
 
 
 def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]], family: str) -> np.ndarray:

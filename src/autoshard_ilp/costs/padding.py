@@ -37,13 +37,18 @@ def leaves_triton(graph: Graph) -> bool:
     for op in graph.ops:
         if op.primitive != "dot_general":
             continue
-        _, batch = op.params["dimension_numbers"]
-        if not batch[0]:
-            continue
-        for t, dims in zip((graph.tensors[t] for t in op.inputs), batch, strict=True):
-            if any(n > TRITON_TILE and n % TRITON_TILE for d, n in enumerate(t.shape) if d not in dims):
+        contract, batch = op.params["dimension_numbers"]
+        sides = [(graph.tensors[t].shape, c, b) for t, c, b in zip(op.inputs, contract, batch, strict=True)]
+        if not batch[0] or any(_free_size(shape, c, b) == 1 for shape, c, b in sides):
+            continue  # with vectors, as in the kernel's gradient of a depthwise convolution, it is a sum of a product
+        for shape, _, dims in sides:
+            if any(n > TRITON_TILE and n % TRITON_TILE for d, n in enumerate(shape) if d not in dims):
                 return True
     return False
+
+
+def _free_size(shape: Sequence[int], contract: Sequence[int], batch: Sequence[int]) -> int:
+    return math.prod(n for d, n in enumerate(shape) if d not in contract and d not in batch)
 
 
 def copies_for_tiles(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
