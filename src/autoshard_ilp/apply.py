@@ -47,6 +47,7 @@ class Decisions:
     results: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
     regather: frozenset[int] = frozenset()
     via: Mapping[tuple[int, int], tuple[Layout, ...]] = field(default_factory=dict)
+    waits: frozenset[tuple[int, int]] = frozenset()
 
 
 def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
@@ -219,6 +220,10 @@ class _Frame:
             frame = frame.parent
         raise KeyError(tensor)
 
+    def has(self, tensor: int) -> bool:
+        """Whether a tensor is computed already."""
+        return tensor in self.values or (self.parent is not None and self.parent.has(tensor))
+
 
 class _Run:
     """One trace of the planned step."""
@@ -262,7 +267,7 @@ class _Run:
             again = self.behind(frame, op, value, tensor, layout, reader)
             copy = copy if again is None else self.reshard(again, op, i, layout)
         elif copy is None:
-            copy = self.reshard(self.held_back(frame, op, value, tensor, layout), op, i, layout)
+            copy = self.reshard(self.held_back(frame, op, i, value, layout), op, i, layout)
         frame.copies[key] = (copy, op)
         return copy
 
@@ -274,12 +279,18 @@ class _Run:
             return None
         return self.after(frame, op, value, tensor, reader.outputs[0])
 
-    def held_back(self, frame: _Frame, op: Op, value: Any, tensor: int, layout: Layout) -> Any:
+    def held_back(self, frame: _Frame, op: Op, i: int, value: Any, layout: Layout) -> Any:
         """What the backward pass gathers of the forward pass, not to be had before the backward pass is there.
 
-        Schedulers start collectives as early as they can, and would hold the copy from the forward pass on.
+        Schedulers start collectives as early as they can, and would hold the copy from the forward pass on. Where the
+        budget leaves no room for that, what the forward pass gathers waits for the other operand of its reader.
         """
+        tensor = op.inputs[i]
         t, now = self.graph.tensors[tensor], self.plan.layout(tensor)
+        if (op.id, i) in self.plan.decisions.waits:
+            other = ties.beside(self.graph, op, i)
+            tied = None if other is None or not frame.has(other) else self.after(frame, op, value, tensor, other)
+            return value if tied is None else tied
         grows = now is not None and any(b == WHOLE and a >= 0 for a, b in zip(now, layout, strict=True))
         made_before = t.producer is not None and self.graph.ops[t.producer].phase == "forward"
         anchor = self.plan.anchor(op)

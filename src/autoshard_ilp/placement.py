@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autoshard_ilp.costs.table import CostTable
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.report import flow_steps
-from autoshard_ilp.sharding import Layout
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_bytes
 
 Choice = tuple[tuple[Layout | None, ...], tuple[Layout, ...]]
 """Layouts of an operation's operands (None: not read) and of its results."""
@@ -78,8 +78,18 @@ def primitive_counts(graph: Graph) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(Counter(op.primitive for op in graph.ops).items()))
 
 
-def decisions(graph: Graph, placement: Placement) -> Any:
-    """What the interpreter enforces (:class:`autoshard_ilp.apply.Decisions`)."""
+def decisions(
+    graph: Graph, placement: Placement, *, room_bytes: int | None = None, axis_sizes: Sequence[int] = ()
+) -> Any:
+    """What the interpreter enforces (:class:`autoshard_ilp.apply.Decisions`).
+
+    Args:
+        graph: of the step.
+        placement: of its operations.
+        room_bytes: what the budget leaves above the predicted peak; None: plenty. A gather of the forward pass that
+            makes a larger copy is not to begin before its reader's other operand is there.
+        axis_sizes: devices along each mesh axis.
+    """
     from autoshard_ilp.apply import Decisions
 
     operands: dict[tuple[int, int], Layout] = {}
@@ -94,7 +104,35 @@ def decisions(graph: Graph, placement: Placement) -> Any:
                 results[op.id, j] = layout
     regather = frozenset(op.id for op in graph.ops if _gathers_again(graph, op, placement))
     via = {(op_id, operand): layouts for op_id, operand, layouts in placement.via}
-    return Decisions(operands, results, regather, via)
+    waits: frozenset[tuple[int, int]] = frozenset()
+    if room_bytes is not None:
+        waits = frozenset(_large_gathers(graph, operands, results, room_bytes, axis_sizes))
+    return Decisions(operands, results, regather, via, waits)
+
+
+def _large_gathers(
+    graph: Graph,
+    operands: Mapping[tuple[int, int], Layout],
+    results: Mapping[tuple[int, int], Layout],
+    room_bytes: int,
+    axis_sizes: Sequence[int],
+) -> Iterator[tuple[int, int]]:
+    """(op id, operand index) of gathers in the forward pass whose copies take more than ``room_bytes`` on a device.
+
+    Schedulers begin what depends on nothing, such as the gather of a weight, as early as they can, and a copy made
+    before its time may not fit.
+    """
+    from autoshard_ilp.ties import MIN_COPY_BYTES
+
+    for (op_id, i), layout in operands.items():
+        op = graph.ops[op_id]
+        t = graph.tensors[op.inputs[i]]
+        now = None if t.producer is None else results.get((t.producer, t.result_index))
+        if op.phase != "forward" or now is None or PARTIAL in now or PARTIAL in layout:
+            continue
+        grows = any(b == WHOLE and a != WHOLE for a, b in zip(now, layout, strict=True))
+        if grows and local_bytes(t.shape, t.itemsize, layout, axis_sizes) > max(room_bytes, MIN_COPY_BYTES):
+            yield op_id, i
 
 
 def _gathers_again(graph: Graph, op: Op, placement: Placement) -> bool:

@@ -166,13 +166,19 @@ class Plan:
         decided layouts as interior constraints. Call it under ``jax.jit``, or use :meth:`jit`."""
         return self._function(self._mesh())
 
+    def decisions(self) -> Any:
+        """What running the step enforces (:class:`autoshard_ilp.apply.Decisions`), as tight as the budget is."""
+        memory, graph = self.memory, self._step().graph
+        room = None if memory.budget_bytes is None else memory.budget_bytes - memory.peak_bytes
+        return decisions(graph, self.placement, room_bytes=room, axis_sizes=self.mesh.axis_sizes)
+
     def _function(self, mesh: Any, marked: bool = False) -> Any:
         import jax
 
         from autoshard_ilp.apply import planned_function
 
         step = self._step()
-        decided = decisions(step.graph, self.placement)
+        decided = self.decisions()
         run = planned_function(step.graph, decided, mesh, self.mesh.axis_names, marked=marked)
 
         def planned_step(*args: Any) -> Any:

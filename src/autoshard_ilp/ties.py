@@ -64,6 +64,33 @@ def anchors(graph: Graph) -> dict[int, int]:
     return found
 
 
+def beside(graph: Graph, op: Op, operand: int) -> int | None:
+    """What an operation of the forward pass computes with next to one of its operands, as first computed.
+
+    Args:
+        op: it, or the hub in front of it.
+        operand: which one is left out.
+
+    Returns:
+        A tensor that something may wait for; None where there is none but what the step starts with.
+    """
+    others = [t for i, t in enumerate(op.inputs) if i != operand]
+    if op.primitive == "hub":
+        readers = graph.tensors[op.outputs[0]].consumers
+        first, at = readers[0] if readers else (op.id, 0)
+        others = [t for i, t in enumerate(graph.ops[first].inputs) if i != at]
+    for t in others:
+        producer = graph.tensors[t].producer
+        while producer is not None and graph.ops[producer].primitive in VIEWS:
+            t = graph.ops[producer].inputs[0]
+            producer = graph.tensors[t].producer
+        made = None if producer is None else graph.ops[producer]
+        here = made is not None and made.primitive not in ("argument", "constant") and made.region == op.region
+        if here and may_anchor(graph, t):
+            return t
+    return None
+
+
 def _read_in_backward(graph: Graph) -> list[bool]:
     """Whether an operation of the backward pass computes something from a tensor, or from a view of it."""
     read = [False] * len(graph.tensors)

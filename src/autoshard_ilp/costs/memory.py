@@ -112,7 +112,8 @@ def analyse(graph: Graph, family: str = "") -> Buffers:
     last_use = _last_uses(graph, root, stored, time)
     start = np.zeros(len(graph.tensors), np.int64)
     end = np.zeros(len(graph.tensors), np.int64)
-    held_to_end = {graph.ops[r].inputs[0] for r in graph.results}
+    results = {graph.ops[r].inputs[0] for r in graph.results}
+    held_to_end = results | {int(root[t]) for t in results}
     for t in graph.tensors:
         if t.producer is None:
             continue

@@ -157,7 +157,6 @@ def _forward_program(plan: Plan) -> Program:
     import jax
 
     from autoshard_ilp.apply import planned_function
-    from autoshard_ilp.placement import decisions
 
     step = plan.executable
     assert step is not None
@@ -167,7 +166,7 @@ def _forward_program(plan: Plan) -> Program:
     unchanged = {i: a for i, r in enumerate(graph.results) if (a := _argument_behind(graph, r)) is not None}
     unchanged = {i: a for i, a in unchanged.items() if i < n_state and a < n_state}
     wanted = [i for i in range(len(graph.results)) if i not in unchanged]
-    flat_step = planned_function(graph, decisions(graph, plan.placement), plan.mesh.concrete(), plan.mesh.axis_names)
+    flat_step = planned_function(graph, plan.decisions(), plan.mesh.concrete(), plan.mesh.axis_names)
 
     def changed(*arguments: Any) -> list[Any]:
         results = flat_step(*arguments)
