@@ -138,3 +138,49 @@ def test_what_a_backward_loop_reads_waits_for_the_loop_before_it() -> None:
     for op in last:
         producer = graph.ops[graph.tensors[found[op.id]].producer]
         assert producer.region == regions[0] or producer.id > max(o.id for o in graph.ops if o.region == regions[0])
+
+
+def chain(width: int, n_layers: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    """Graph of products that each read a weight of their own, and its arguments."""
+
+    def run(x: Any, *weights: Any) -> Any:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    args = [jax.ShapeDtypeStruct((n, width), "float32") for n in (1024, *[width] * n_layers)]
+    paths = ["x", *(f"w{i}" for i in range(n_layers))]
+    return build_graph(jax.make_jaxpr(run)(*args), argument_paths=paths, result_paths=["y"]), args
+
+
+def gathering(graph: Any, mesh: Mesh, waits: bool) -> Any:
+    """The chain with its weights stored in rows and gathered whole; jitted."""
+    layouts = {(op.id, j): (0,) for op in graph.ops for j in range(len(op.outputs))}
+    products = [op for op in graph.ops if op.primitive == "dot_general"]
+    operands = {(op.id, 1): (-1,) for op in products}
+    late = frozenset(operands) if waits else frozenset()
+    run = planned_function(graph, Decisions(operands, layouts, waits=late), mesh, ("data",))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    return jax.jit(run, in_shardings=(rows,) * len(graph.arguments), out_shardings=[rows])
+
+
+@needs_cuda
+def test_gathers_that_wait_for_their_readers_are_not_made_early() -> None:
+    width, n_layers = 4096, 6
+    graph, args = chain(width, n_layers)
+    mesh = compile_only_mesh(parse_target("h100:8"), ("data",), (8,))
+    held = {}
+    for waits in (False, True):
+        compiled = gathering(graph, mesh, waits).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0})
+        held[waits] = compiled.memory_analysis().temp_size_in_bytes
+    copy = 4 * width * width
+    assert held[True] < 2 * copy < held[False]
+
+
+def test_gathers_that_wait_change_no_value() -> None:
+    graph, args = chain(16, 3)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
+    random = np.random.default_rng(0)
+    values = [random.normal(size=a.shape).astype("float32") for a in args]
+    early, late = (gathering(graph, mesh, waits)(*values)[0] for waits in (False, True))
+    np.testing.assert_array_equal(np.asarray(early), np.asarray(late))
