@@ -107,14 +107,9 @@ class _Attempt:
 
 def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress) -> Plan:
     """The plan under new options, with as little rematerialisation as fits."""
-<<<<<<< HEAD
     from autoshard_ilp.infeasible import infeasible
     from autoshard_ilp.planning import with_history
-    from autoshard_ilp.rematsearch import recomputed_share, search
-=======
-    from autoshard_ilp import api
     from autoshard_ilp.rematsearch import memory_share, recomputed_share, search
->>>>>>> 23fcb93 (A budget that makes a plan without recomputation dear has plans that recompute compared with it)
 
     known = _attempts(plan)
 
