@@ -60,9 +60,11 @@ def recomputed_share(plan: Plan) -> float:
 
 def memory_share(plan: Plan) -> float:
     """Share of a plan's step that the memory budget adds to the best step without one (at most: its bound is used)."""
-    solution = None if plan.trail is None else plan.trail.solution
-    bound = None if solution is None else solution.report.get("without_memory")
-    if bound is None or not math.isfinite(bound) or solution.objective <= 0:
+    if plan.trail is None:
+        return 0.0
+    solution = plan.trail.solution
+    bound = solution.report.get("without_memory", -math.inf)
+    if not math.isfinite(bound) or solution.objective <= 0:
         return 0.0
     return max(0.0, 1.0 - bound / solution.objective)
 

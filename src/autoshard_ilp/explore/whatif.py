@@ -119,8 +119,8 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
             return answer
         return replace(answer, table=None, built=None, problem=None)  # only that it failed matters
 
-    shares = {"share": recomputed_share, "dear": memory_share}
-    found = search(policies, tried, lambda failed: failed.step.blocks, request.solver.time_limit, **shares)
+    blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
+    found = search(policies, tried, blocks, limit, share=recomputed_share, dear=memory_share)
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)
