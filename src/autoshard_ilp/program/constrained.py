@@ -44,6 +44,7 @@ class Constrained:
         self.seen: list[np.ndarray] = []
         self.log: list[dict[str, Any]] = []
         search.report["memory"] = self.log
+        search.report["without_memory"] = search.lower
 
     @staticmethod
     def small(net: Net) -> bool:

@@ -201,7 +201,6 @@ def _solve_with_rows(search: Search, seconds: float | None = None) -> bool:
     room = _room(search)
     choices, bound = _descend(search, room)
     search.prove(bound)
-    search.report["without_memory"] = bound
     if choices is None:
         return False
     search.offer(choices)
