@@ -125,7 +125,8 @@ def main() -> int:
         f"sends per step; MB and GB are powers of ten.\n\n{table(rows, COLUMNS)}\n"
     )
     print(text)
-    (options.output or result_file("hub_layout_maps")).write_text(text)
+    suffix = "-" + options.compile.replace(":", "-") if options.compile else ""
+    (options.output or result_file(f"hub_layout_maps{suffix}")).write_text(text)
     return 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +108,33 @@ def geometric_means(tables: Sequence[Table]) -> str:
     )
 
 
+def times_of_layout_maps(tables: Sequence[Table]) -> str:
+    """How much more KerasHub's own maps send and hold than the plan, by model."""
+    lines = []
+    for table in tables:
+        models: dict[str, dict[str, Mapping[str, str]]] = {}
+        for row in table.rows:
+            if "program" in row:
+                models.setdefault(row["model"], {})[row["program"]] = row
+        for model, programs in models.items():
+            cells = [_times(programs, name, column) for name in programs if name != "plan" for column in COMPARED]
+            if any(cells):
+                lines.append(f"| {model} | {' | '.join(cells)} |")
+    if not lines:
+        return ""
+    head = [f"{name}: {what}" for name in ("shipped", "shipped + plan") for what in COMPARED.values()]
+    rule = "|---" * (len(head) + 1) + "|"
+    return "\n".join(["Times what the plan sends and holds:", "", f"| model | {' | '.join(head)} |", rule, *lines])
+
+
+COMPARED = {"sent MB": "bytes", "peak GB": "peak"}
+
+
+def _times(programs: Mapping[str, Mapping[str, str]], name: str, column: str) -> str:
+    ours, theirs = (pictures.number(programs.get(n, {}).get(column, "")) for n in ("plan", name))
+    return f"{theirs / ours:.1f}" if ours and theirs else ""
+
+
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 FAMILIES = (
@@ -118,6 +145,14 @@ FAMILIES = (
         ("python benchmarks/plan_quality.py", "python benchmarks/plan_quality.py --compile h100:8"),
         pictures.quality,
         geometric_means,
+    ),
+    Family(
+        "hub_layout_maps",
+        "KerasHub's layout maps",
+        "What does a training step send under the layout map that KerasHub ships for a model, and under a plan?",
+        ("python benchmarks/hub_layout_maps.py --compile h100:8",),
+        pictures.nothing,
+        times_of_layout_maps,
     ),
     Family(
         "fidelity",
