@@ -89,22 +89,40 @@ def bare_steps() -> dict[str, Any]:
     return {"losses": losses, "function": float(found.jit()(*args)), "of function": found.fingerprint}
 
 
-def shared_batches() -> list[float]:
-    """Every process reads its own part of each batch; the parts together are the global batch."""
+def shared(whole: np.ndarray) -> Any:
+    """A global array of which this process passes its own rows alone."""
     from jax.sharding import NamedSharding, PartitionSpec
 
+    by_process = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all"))
+    part = np.split(whole, COUNT)[PROCESS]
+    return jax.make_array_from_process_local_data(by_process, part, whole.shape)
+
+
+def shared_batches() -> list[float]:
+    """Every process reads its own part of each batch; the parts together are the global batch."""
     plan = optimize(build)
     state, losses = plan.init_state(), []
-    by_process = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("all",)), PartitionSpec("all"))
-
-    def shared(whole: np.ndarray) -> Any:
-        part = np.split(whole, COUNT)[PROCESS]
-        return jax.make_array_from_process_local_data(by_process, part, whole.shape)
-
     for seed in range(3):
         state, logs = plan.jit()(state, tuple(map(shared, data(8, seed))))
         losses.append(float(logs["loss"]))
     return losses
+
+
+def parts_in_fit() -> dict[str, Any]:
+    """As above with fit, evaluate and predict, from a generator."""
+    model = build()
+    optimize(model).apply(model)
+
+    def batches() -> Any:
+        for i in (0, 8) * 2:
+            yield tuple(shared(whole[i : i + 8]) for whole in data(16))
+
+    fitted = model.fit(batches(), steps_per_epoch=2, epochs=2, verbose=0).history
+    predicted = model.predict(batches(), steps=2, verbose=0)
+    return {
+        "losses": [*fitted["loss"], *fitted["mae"], *model.evaluate(batches(), steps=2, verbose=0)],
+        "predicted": np.asarray(predicted).tolist(),
+    }
 
 
 def refused(action: Any) -> str:
@@ -151,7 +169,7 @@ def broken() -> keras.Model:
 
 
 if __name__ == "__main__":
-    result: dict[str, Any] = {"training": training(), "bare": bare_steps()}
+    result: dict[str, Any] = {"training": training(), "bare": bare_steps(), "parts": parts_in_fit()}
     if COUNT > 1:
         result["shared"] = shared_batches()
     if COUNT == 2:

@@ -80,6 +80,8 @@ def check_equal(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
         np.testing.assert_allclose(result["bare"]["losses"], alone["bare"]["losses"], rtol=1e-5)
         np.testing.assert_allclose(result["bare"]["function"], alone["bare"]["function"], rtol=1e-5)
         np.testing.assert_allclose(result["shared"], alone["bare"]["losses"], rtol=1e-5)
+        np.testing.assert_allclose(result["parts"]["losses"], alone["parts"]["losses"], rtol=1e-4)
+        np.testing.assert_allclose(result["parts"]["predicted"], alone["parts"]["predicted"], rtol=1e-3, atol=1e-4)
         assert result["training"]["history"] == first["history"]
 
 
@@ -130,6 +132,7 @@ def test_two_processes_that_disagree_stop_with_one_message(pair: Any) -> None:
         assert messages[0][name] == messages[1][name], name
         for part in parts:
             assert part in messages[0][name], messages[0][name]
+    assert "jax.make_array_from_process_local_data" in messages[0]["batch"]
     assert "process 1 stopped with" in messages[0]["failure"] and "no such layer" in messages[0]["failure"]
     assert "no such layer" in messages[1]["failure"]
     assert "process 1 at plan.apply while process 0 is at planning" in messages[0]["place"]

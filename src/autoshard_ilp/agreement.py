@@ -173,5 +173,6 @@ def agree_on_batch(mode: str, batch: Any) -> None:
         meeting.agree(
             {"array": found},
             "Pass the same global batch in every process: the same data, shuffled by one seed "
-            "(keras.utils.set_random_seed).",
+            "(keras.utils.set_random_seed). Where each process reads its own part, pass a generator of global arrays "
+            "made by jax.make_array_from_process_local_data.",
         )

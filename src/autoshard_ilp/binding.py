@@ -63,13 +63,32 @@ def bind(plan: Plan, target: Any, **options: Any) -> Plan:
         what, step = "function", _function_step(plan, target, **options)
         difference = next(differences(plan, step.graph), None)
     else:
-        what, step = "model", _model_step(plan, target, options)
+        what, step = "model", _traced_model(plan, target, options)
         difference = _model_difference(plan, step)
     if difference is not None:
         raise PlanMismatchError(
             f"A plan fits the {what} it was made for. {difference}{_other_versions(plan)} Plan again for this {what}."
         )
     return replace(plan, executable=step, signature=signature_of(step))
+
+
+def _traced_model(plan: Plan, model: Any, options: Mapping[str, Any]) -> Step:
+    """The step of a model; where it has none, because its variables have changed, what has changed."""
+    from autoshard_ilp.keras_runtime.mismatch import differences as in_keras_terms
+    from autoshard_ilp.trace import variables_of
+
+    try:
+        return _model_step(plan, model, options)
+    except (UnsupportedModelError, InputShapeError) as error:
+        found = variables_of(model, plan.mode)
+        roles = {argument.role for argument in found}
+        what = in_keras_terms([x for x in plan.arguments if x.role in roles], found) if found else ""
+        if not what:
+            raise
+        raise PlanMismatchError(
+            f"A plan fits the model it was made for. Received: a model that differs: {what}. Its own step fails, too; "
+            f"compile it again, then plan again. ({error})"
+        ) from error
 
 
 def _model_difference(plan: Plan, step: Step) -> str | None:

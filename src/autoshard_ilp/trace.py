@@ -236,7 +236,9 @@ def _prepare(
     )
     needs_outputs = mode == "train" and targets is None and model._compile_loss is not None
     outputs = None
-    if needs_outputs or inputs is not None or not ki.is_fully_built(model):
+    # A step of the model's own may call it on something else than the batch (a generator on noise).
+    checks = inputs is not None and not (mode == "train" and ki.has_own_step(model, "train"))
+    if needs_outputs or checks or not ki.is_fully_built(model):
         hint = "Check that inputs= has the structure, shapes and dtypes that the model takes."
         error = UnsupportedModelError if inputs is None else InputShapeError
         with _explained(model, "called symbolically", hint, error):
@@ -316,6 +318,21 @@ def _variable_dtype(variable: Any) -> Any:
     return variable._value.dtype if variable._value is not None else jax.dtypes.canonicalize_dtype(variable._dtype)
 
 
+def variables_of(model: Any, mode: str) -> tuple[ArgumentInfo, ...]:
+    """The variables of a live model's step without tracing it; none for a builder or a model that is not built yet."""
+    import jax
+
+    from autoshard_ilp import keras_integration as ki
+
+    if not _is_model(model) or not ki.is_fully_built(model) or (mode == "train" and not model.compiled):
+        return ()
+    variables = ki.state_variables(model, mode)
+    if mode == "train" and model.optimizer is not None and not model.optimizer.built:
+        variables = variables[:2]  # neither slots nor metrics yet
+    state = tuple([jax.ShapeDtypeStruct(tuple(v.shape), _variable_dtype(v)) for v in group] for group in variables)
+    return _arguments(model, mode, variables, state, (), ())
+
+
 def _train_function(model: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
     def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
         logs, new_state = model.train_step(tuple(state), batch)
@@ -357,7 +374,7 @@ def _arguments(
     if mode == "train":
         slots = ki.optimizer_slot_reference(model.optimizer, variables[0], references)
     found = []
-    for kind, group, specs in zip(ki.GROUPS[mode], variables, state, strict=True):
+    for kind, group, specs in zip(ki.GROUPS[mode], variables, state, strict=False):
         for i, (variable, spec) in enumerate(zip(group, specs, strict=True)):
             role = "seed" if id(variable) in seeds or _is_seed(variable) else _ROLES[kind]
             # Parameters come first, so an index into them is a flat index.

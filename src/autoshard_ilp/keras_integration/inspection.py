@@ -71,6 +71,14 @@ def output_names(model: Any) -> list[str]:
     return [str(name) for name in getattr(model, "output_names", None) or []]
 
 
+def has_own_step(model: Any, mode: str) -> bool:
+    """Whether the model's class, or the model itself, overrides Keras's step ("train", "evaluate" or "predict")."""
+    import keras
+
+    name = {"train": "train_step", "evaluate": "test_step", "predict": "predict_step"}[mode]
+    return name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
+
+
 def is_fully_built(model: Any) -> bool:
     """Whether every layer of the model has created its variables."""
     return all(layer.built for layer in model._flatten_layers())

@@ -13,7 +13,7 @@ from typing import Any
 
 from autoshard_ilp import agreement, processes
 from autoshard_ilp import keras_integration as ki
-from autoshard_ilp.errors import PlanMismatchError
+from autoshard_ilp.errors import PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.keras_runtime import programs
 from autoshard_ilp.keras_runtime.programs import Program
 from autoshard_ilp.plan import Plan
@@ -202,7 +202,15 @@ class Runtime:
         from autoshard_ilp.step import graph_of
         from autoshard_ilp.trace import trace_batch
 
-        traced = trace_batch(self.model, mode, specs)
+        try:
+            traced = trace_batch(self.model, mode, specs)
+        except UnsupportedModelError as error:
+            planned = [x for x in self.plan.arguments if x.path.startswith(("inputs/", "targets/", "sample_weight"))]
+            raise PlanMismatchError(
+                f"A batch must fit the model's {mode} step. Planned: "
+                f"{', '.join(f'{x.path} {tuple(x.shape)} {x.dtype}' for x in planned)}. Received: {_described(specs)}. "
+                f"Pass such batches (of any size), or plan for these. ({error})"
+            ) from error
         try:
             step = graph_of(traced, self.plan.remat_policy if mode == "train" else "never")
             base = self.bases.get(mode)
@@ -266,6 +274,18 @@ def _spec(value: Any) -> Any:
     if not hasattr(value, "shape") or not hasattr(value, "dtype") or not isinstance(value, (np.ndarray, jax.Array)):
         value = np.asarray(value)
     return jax.ShapeDtypeStruct(tuple(value.shape), jax.dtypes.canonicalize_dtype(value.dtype))
+
+
+def _described(specs: tuple[Any, ...]) -> str:
+    """Shapes and dtypes of a batch, part by part."""
+    import jax
+
+    names = ("inputs", "targets", "sample_weight")
+    parts = [
+        f"{name} {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in jax.tree.leaves(part))}"
+        for name, part in zip(names, specs, strict=False)
+    ]
+    return "; ".join(parts)
 
 
 def _plain(tree: Any, leaves: Any) -> str:
