@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
     "Masking": sequence(lambda: layers.Masking(1.0), call=lambda layer, x: layers.GRU(8)(layer(x[0]))),
     "Maximum": _pairs(layers.Maximum, count=3),
     "MelSpectrogram": Case(
-        lambda: layers.MelSpectrogram(16, 8, 16, num_mel_bins=8, sampling_rate=160, max_freq=80.0),
+        lambda: layers.MelSpectrogram(16, 8, 16, num_mel_bins=8, sampling_rate=160, max_freq=80.0, min_power=0.1),
         ((64,),),
         options={"scale": 0.01},
     ),

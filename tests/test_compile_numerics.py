@@ -18,12 +18,13 @@ from keras import layers, losses, metrics, optimizers
 import layer_cases as lc
 from layer_cases import BATCH, assert_same_numbers
 
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # of Keras's metrics, always
 MESH = {"data": 2, "model": 4}
 FEATURES, CLASSES, STEPS = 16, 8, 3
 RNG = np.random.default_rng(3)
 
 
-def model(activation: str | None = None, hidden: dict[str, Any] | None = None, **options: Any) -> keras.Model:
+def model(activation: Any = None, hidden: dict[str, Any] | None = None, **options: Any) -> keras.Model:
     keras.utils.set_random_seed(5)
     inputs = keras.Input((FEATURES,), name="x")
     x = layers.Dense(8, name="hidden", **{"activation": "tanh", **(hidden or {})})(inputs)
@@ -64,14 +65,14 @@ def labels() -> np.ndarray:
     return RNG.integers(0, CLASSES, (BATCH,)).astype("int32")
 
 
-LOSSES: dict[str, tuple[Callable[[], Any], str | None, Callable[[], Any]]] = {
+LOSSES: dict[str, tuple[Callable[[], Any], Any, Callable[[], Any]]] = {
     "BinaryCrossentropy": (lambda: losses.BinaryCrossentropy(from_logits=True, label_smoothing=0.1), None, bits),
     "BinaryFocalCrossentropy": (lambda: losses.BinaryFocalCrossentropy(apply_class_balancing=True), "sigmoid", bits),
     "CategoricalCrossentropy": (lambda: losses.CategoricalCrossentropy(label_smoothing=0.1), "softmax", one_hot),
     "CategoricalFocalCrossentropy": (losses.CategoricalFocalCrossentropy, "softmax", one_hot),
     "CategoricalGeneralizedCrossEntropy": (losses.CategoricalGeneralizedCrossEntropy, "softmax", labels),
     "CategoricalHinge": (losses.CategoricalHinge, None, one_hot),
-    "Circle": (losses.Circle, None, labels),
+    "Circle": (lambda: losses.Circle(gamma=4.0), keras.ops.normalize, labels),  # of embeddings of length one
     "CosineSimilarity": (losses.CosineSimilarity, None, numbers),
     "Dice": (losses.Dice, "sigmoid", bits),
     "Hinge": (losses.Hinge, "tanh", signs),
