@@ -20,7 +20,7 @@ import numpy as np
 
 from autoshard_ilp.costs.build import Built
 from autoshard_ilp.costs.table import CostTable
-from autoshard_ilp.report import collective_sites, held_bytes
+from autoshard_ilp.report import ON_CHIP_FIRST, collective_sites, held_bytes
 
 COMPUTE = "compute"
 MAX_SEGMENTS = 2000
@@ -220,17 +220,23 @@ def _memory(
     lt = built.program.lifetimes
     if not len(lt.owner):
         return (), {}
-    horizon = int(lt.end.max())
+    horizon = table.buffers.horizon
     held: dict[str, np.ndarray] = {}
+    stays = np.zeros(2 * horizon + 1, np.int64)  # arguments and results, and after the horizon what is large
     for i, category in enumerate(built.categories):
         n = held_bytes(built, i, choices)
-        if n:
+        if n and lt.start[i] < horizon:
             change = held.setdefault(category, np.zeros(horizon + 1, np.int64))
             change[lt.start[i]] += n
-            change[lt.end[i]] -= n
+            change[min(lt.end[i], horizon)] -= n
+        if n and lt.end[i] >= horizon:
+            stays[max(lt.start[i], horizon)] += n
+            stays[lt.end[i] if lt.start[i] >= horizon else 2 * horizon] -= n
     if not held:
         return (), {}
     held = {name: np.cumsum(change)[:-1] for name, change in held.items()}
+    if built.program.on_chip_bytes:
+        _take_on_chip(held, np.cumsum(stays)[horizon:-1], built.program.on_chip_bytes)
     total = np.sum(list(held.values()), axis=0)
     spent = np.zeros(horizon)
     for e in events:
@@ -242,6 +248,23 @@ def _memory(
     fullest = order[np.unique(bucket[order], return_index=True)[1]]
     at_s = tuple(float(x) for x in np.unique(bucket) * (step_s / SAMPLES))
     return at_s, {name: tuple(int(x) for x in values[fullest]) for name, values in held.items()}
+
+
+def _take_on_chip(held: dict[str, np.ndarray], least: np.ndarray, size: int) -> None:
+    """Takes what lies in a TPU's vector memory out of the bytes held by part, instant by instant, in place.
+
+    Args:
+        held: bytes by part and instant.
+        least: bytes that are in device memory at each instant in any case.
+        size: of the vector memory.
+    """
+    total = np.sum(list(held.values()), axis=0)
+    on_chip = total - np.maximum(total - size, np.minimum(least, total))
+    held["activations"] = held.get("activations", 0) + np.maximum(0, least - total)  # results that are still to come
+    for part in dict.fromkeys((*ON_CHIP_FIRST, *held)):
+        if part in held:
+            taken = np.minimum(on_chip, held[part])
+            held[part], on_chip = held[part] - taken, on_chip - taken
 
 
 # -- as plain data -----------------------------------------------------------------------------------------------------

@@ -210,8 +210,17 @@ def peak_memory(built: Built, choices: Sequence[int] | np.ndarray, budget: int |
             parts[category] = parts.get(category, 0) + held
             label = built.labels[i]
             by_label[label] = by_label.get(label, 0) + held
+    on_chip = sum(parts.values()) - int(usage[when])
+    for category in dict.fromkeys((*ON_CHIP_FIRST, *parts)):
+        taken = min(on_chip, parts.get(category, 0))
+        parts |= {category: parts[category] - taken} if taken else {}
+        on_chip -= taken
     top = tuple(sorted(by_label.items(), key=lambda item: -item[1])[:20])
     return Memory(int(usage[when]), budget, **parts, contributors=top)
+
+
+ON_CHIP_FIRST = ("activations", "gathered", "gradients")
+"""Parts from which what lies in a TPU's vector memory is taken: they do not tell which buffers those are."""
 
 
 def held_bytes(built: Built, lifetime: int, choices: Sequence[int] | np.ndarray) -> int:

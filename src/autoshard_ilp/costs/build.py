@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from autoshard_ilp.costs.combining import gathered_together, reduced_together
 from autoshard_ilp.costs.memory import fusible
+from autoshard_ilp.costs.onchip import keep_on_chip, vector_bytes
 from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
@@ -87,7 +88,9 @@ def build_program(
         for i, (c, cost) in enumerate(zip(table.classes, costs, strict=True))
     )
     program = Program(nodes, (*edges, *extra), account.lifetimes(), capacity)
-    return Built(_without_loops(program), tuple(account.categories), tuple(account.labels))
+    size = vector_bytes(table.graph, table.profile)
+    kept = keep_on_chip(_without_loops(program), account.categories, account.labels, size, table.buffers.horizon)
+    return Built(*kept)
 
 
 def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: list[np.ndarray]) -> Edge:
@@ -274,4 +277,4 @@ def _without_loops(program: Program) -> Program:
         zeros = np.zeros(len(program.nodes[other].costs), np.int64)
         edges.append(Edge(e.u, other, np.arange(len(own)), zeros, np.zeros((len(own), 1)), own[:, None]))
     nodes = tuple(Node(n.name, c, n.bytes) for n, c in zip(program.nodes, costs, strict=True))
-    return Program(nodes, tuple(edges), program.lifetimes, program.capacity)
+    return replace(program, nodes=nodes, edges=tuple(edges))

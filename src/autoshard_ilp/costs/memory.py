@@ -75,7 +75,7 @@ class Buffers:
         reads: per op, operand tensors counted as read from memory (each buffer once per fused group).
         last_use: last time any consumer, through views and fusions, needs the tensor.
         time: time of each op.
-        horizon: number of time steps.
+        horizon: number of time steps; at the last one only arguments and results are left.
     """
 
     stored: np.ndarray
@@ -108,7 +108,7 @@ def analyse(graph: Graph, family: str = "") -> Buffers:
     root = _roots(graph)
     stored = _stored(graph, root, family)
     time = schedule(graph)
-    horizon = int(time.max()) + 1 if len(time) else 1
+    horizon = int(time.max()) + 2 if len(time) else 1
     last_use = _last_uses(graph, root, stored, time)
     start = np.zeros(len(graph.tensors), np.int64)
     end = np.zeros(len(graph.tensors), np.int64)

@@ -61,6 +61,8 @@ class HardwareProfile:
         kernel_launch_seconds: fixed time per kernel, not part of :meth:`roofline_seconds`.
         matmul_tile: side of the matrix unit; smaller matmuls are padded to it.
         usable_memory_bytes: what a program may use per device; the default memory budget.
+        vector_memory_bytes: of short-lived buffers, kept on the chip instead of in device memory (TPUs); 0: counted
+            like all others.
         link_kind: "torus" (``link_bytes_per_s`` is one link), "switch", "pcie" or "host" (one device's whole egress).
         hop_seconds: per step between neighbours inside a domain.
         call_seconds_by_kind: fixed time per collective.
@@ -98,6 +100,7 @@ class HardwareProfile:
     domain_devices: int
     call_seconds_by_kind: Mapping[str, float] = field(hash=False)
     all_to_all_efficiency: float | None = None
+    vector_memory_bytes: int = 0
     host_devices: int | None = None
     shared_bus_bytes_per_s: float | None = None
     in_switch_bytes_per_s: float | None = None
@@ -207,6 +210,7 @@ _SCHEMA: dict[str, dict[str, _Figure]] = {
         "usable_bytes": _Figure("usable_memory_bytes", int, 1),
         "bytes_per_s": _Figure("memory_bytes_per_s", float, 1.0),
         "efficiency": _share("memory_efficiency"),
+        "vector_bytes": _Figure("vector_memory_bytes", int, 0, required=False),
     },
     "links": {
         "kind": _Figure("link_kind", str, choices=LINK_KINDS),

@@ -24,6 +24,7 @@ from autoshard_ilp.program.cpsat import CpOptions, minimise_peak
 from autoshard_ilp.program.memory import Owners, Row
 from autoshard_ilp.program.model import Lifetimes, Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, build_net
+from autoshard_ilp.program.onchip import shifted
 from autoshard_ilp.program.presolve import Presolve
 
 SECONDS = 10.0  # most for the whole search: its answer is a message, or the start of a larger search
@@ -106,6 +107,11 @@ def minimum_capacity(
     Raises:
         InfeasibleError: no assignment is finite, whatever the capacity.
     """
+    size = program.on_chip_bytes
+    if size:
+        whole = None if enough is None else enough + size
+        lower, upper, choices = minimum_capacity(shifted(program), options, enough=whole)
+        return max(0, lower - size), upper - size, choices
     try:
         return _Minimum(program, options, enough).run()
     except EmptyNodeError:

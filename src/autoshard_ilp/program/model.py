@@ -61,12 +61,18 @@ class Lifetimes:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """An integer program; ``capacity`` in bytes per device (``None``: no memory constraint)."""
+    """An integer program; ``capacity`` in bytes per device (``None``: no memory constraint).
+
+    ``on_chip_bytes`` of each of the first ``on_chip_instants`` instants do not count; the instants after them hold what
+    cannot be on the chip (:mod:`autoshard_ilp.costs.onchip`).
+    """
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     lifetimes: Lifetimes = field(default_factory=Lifetimes.empty)
     capacity: int | None = None
+    on_chip_bytes: int = 0
+    on_chip_instants: int = 0
 
     def cost(self, choices: Sequence[int] | np.ndarray) -> float:
         """Objective in seconds of one strategy per node."""
@@ -76,7 +82,10 @@ class Program:
         return total
 
     def usage_over_time(self, choices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Bytes held at each time step under ``choices`` (int64; empty without lifetimes)."""
+        """Bytes held at each time step under ``choices`` (int64; empty without lifetimes).
+
+        Bytes on the chip are left out, also where they are more than what is held: the largest value is the peak.
+        """
         lt = self.lifetimes
         if not len(lt.owner):
             return np.zeros(0, np.int64)
@@ -91,7 +100,9 @@ class Program:
         delta = np.zeros(int(lt.end.max()) + 1, np.int64)
         np.add.at(delta, lt.start, held)
         np.add.at(delta, lt.end, -held)
-        return np.cumsum(delta)[:-1]
+        usage = np.cumsum(delta)[:-1]
+        usage[: self.on_chip_instants] -= self.on_chip_bytes
+        return usage
 
     def peak(self, choices: Sequence[int] | np.ndarray) -> int:
         """Largest usage over time in bytes."""

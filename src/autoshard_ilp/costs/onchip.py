@@ -1,0 +1,89 @@
+"""What a TPU keeps in the vector memory of its chip instead of device memory.
+
+XLA's memory space assignment gives short-lived buffers a place in vector memory, as far as it is free. Steps compiled
+for v5e and v5p hold, at every instant, as many bytes less in device memory as the profile's ``vector_bytes`` tells, and
+never fewer than arguments, results and the buffers that are larger than the whole vector memory:
+
+    device memory(t) = max(sum of all - V, arguments + results + large buffers(t))
+
+In the integer program the first side counts V less at the instants of the step, and the second are instants of their
+own after it: one if no buffer can be that large, else one for each instant of the step. Steps that stack activations in
+a loop for the backward pass get nothing: compiled LSTMs hold more than they would (docs/fidelity.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from autoshard_ilp.graph import Graph
+from autoshard_ilp.program.model import Edge, Lifetimes, Program
+
+
+def vector_bytes(graph: Graph, profile: Any) -> int:
+    """Bytes of short-lived buffers that a step holds on the chip."""
+    trains = any(op.phase == "backward" for op in graph.ops)
+    stacks = trains and any(op.primitive == "loop_stack" for op in graph.ops)
+    return 0 if stacks else int(getattr(profile, "vector_memory_bytes", 0))
+
+
+def keep_on_chip(
+    program: Program, categories: Sequence[str], labels: Sequence[str], size: int, horizon: int
+) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
+    """The program with ``size`` bytes of every instant on the chip, but for what does not fit there.
+
+    Args:
+        program: lifetimes that end at ``horizon`` are arguments and results; at its last instant only these are left.
+        categories, labels: of the lifetimes.
+        size: bytes of vector memory.
+        horizon: number of instants.
+
+    Returns:
+        The program with the further instants, and categories and labels of all its lifetimes.
+    """
+    lt = program.lifetimes
+    if not size or len(program.nodes) < 2 or not len(lt.owner):
+        return program, tuple(categories), tuple(labels)
+    stays = lt.end >= horizon
+    edges, known, large = list(program.edges), {}, []
+    for i in np.flatnonzero(~stays):
+        key = bool(lt.is_edge[i]), int(lt.owner[i])
+        if key not in known:
+            edge = _large_only(program, *key, size)
+            known[key] = None if edge is None else len(edges)
+            edges += [] if edge is None else [edge]
+        if known[key] is not None:
+            large.append((known[key], int(lt.start[i]), int(lt.end[i]), int(i)))
+    owner, start, end, of = (
+        (np.array(column, np.int64) for column in zip(*large, strict=True)) if large else [_NONE] * 4
+    )
+    lifetimes = Lifetimes(
+        np.concatenate([lt.is_edge, np.ones(len(owner), bool)]),
+        np.concatenate([lt.owner, owner]),
+        np.concatenate([lt.start, horizon + start]),
+        np.concatenate([np.where(stays, 2 * horizon if large else horizon, lt.end), horizon + end]),
+    )
+    more = replace(program, edges=tuple(edges), lifetimes=lifetimes, on_chip_bytes=size, on_chip_instants=horizon - 1)
+    return more, (*categories, *(categories[i] for i in of)), (*labels, *(labels[i] for i in of))
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+def _large_only(program: Program, is_edge: bool, owner: int, size: int) -> Edge | None:
+    """The bytes of one owner where they are more than ``size``, as an edge that costs nothing; None: nowhere."""
+    if is_edge:
+        e = program.edges[owner]
+        if e.bytes is None or e.bytes.max(initial=0) <= size:
+            return None
+        return replace(e, table=np.zeros_like(e.table), bytes=np.where(e.bytes > size, e.bytes, 0))
+    held = program.nodes[owner].bytes
+    if held is None or np.max(held, initial=0) <= size:
+        return None
+    other = 0 if owner else 1
+    zeros = np.zeros(len(program.nodes[other].costs), np.int64)
+    large = np.where(held > size, held, 0)[:, None]
+    return Edge(owner, other, np.arange(len(large)), zeros, np.zeros((len(large), 1)), large)

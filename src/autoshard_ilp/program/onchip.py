@@ -1,0 +1,43 @@
+"""Memory on the chip: the first instants of a program may hold V more bytes than its capacity C.
+
+The solvers know one capacity for all instants. For them the later instants hold V more and the capacity is C + V
+(:func:`shifted`); what they tell of peaks is V too much (:func:`told`). There is one later instant at least, and it
+holds no fewer bytes than zero, so that peaks are the same but for V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard_ilp.program.model import Edge, Lifetimes, Program, Solution
+
+
+def shifted(program: Program) -> Program:
+    """The same problem without memory on the chip; capacity and peaks are ``program.on_chip_bytes`` larger.
+
+    Args:
+        program: of two nodes at least.
+    """
+    size, lt = program.on_chip_bytes, program.lifetimes
+    zeros = [np.zeros(len(node.costs), np.int64) for node in program.nodes[:2]]
+    edge = Edge(0, 1, *zeros, np.zeros((1, 1)), np.array([[size]], np.int64))
+    end = int(lt.end.max())
+    lifetimes = Lifetimes(
+        np.append(lt.is_edge, True),
+        np.append(lt.owner, len(program.edges)),
+        np.append(lt.start, program.on_chip_instants),
+        np.append(lt.end, end),
+    )
+    capacity = None if program.capacity is None else program.capacity + size
+    return Program(program.nodes, (*program.edges, edge), lifetimes, capacity)
+
+
+def told(solution: Solution, program: Program) -> Solution:
+    """The answer to a shifted program as one to ``program``."""
+    report = dict(solution.report)
+    if "minimum_capacity_bound" in report:
+        report["minimum_capacity_bound"] = max(0, report["minimum_capacity_bound"] - program.on_chip_bytes)
+    peak = 0 if solution.choices is None else program.peak(solution.choices)
+    return replace(solution, peak_bytes=peak, report=report)

@@ -1,0 +1,94 @@
+"""What TPUs keep on the chip: exact in the integer program, part of every figure, and absent elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autoshard_ilp as autoshard
+from autoshard_ilp.program import brute_force, minimum_capacity, solve
+from autoshard_ilp.program.model import Lifetimes, Program, SolverOptions
+from program_cases import programs
+
+MIB = 2**20
+
+
+def credited(program: Program, size: int) -> tuple[Program, Program]:
+    """A program with one more instant, at which its first lifetime is left; and the same with ``size`` on the chip."""
+    lt = program.lifetimes
+    ends = lt.end.copy()
+    ends[0] = int(lt.end.max()) + 1
+    plain = replace(program, lifetimes=Lifetimes(lt.is_edge, lt.owner, lt.start, ends))
+    return plain, replace(plain, on_chip_bytes=size, on_chip_instants=int(ends.max()) - 1)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(programs(memory=True), st.integers(1, 120), st.integers(0, 150))
+def test_the_solver_is_exact_with_bytes_on_the_chip(program: Program, size: int, capacity: int) -> None:
+    if not program.edges or not len(program.lifetimes.owner):
+        return
+    plain, program = credited(program, size)
+    sizes = [range(len(n.costs)) for n in program.nodes]
+    for choices in itertools.islice(itertools.product(*sizes), 20):
+        usage, raw = program.usage_over_time(choices), plain.usage_over_time(choices)
+        assert usage[-1] == raw[-1] >= 0
+        np.testing.assert_array_equal(usage[:-1], raw[:-1] - size)
+    program = replace(program, capacity=capacity)
+    expected, found = brute_force(program), solve(program, SolverOptions())
+    assert found.status == expected.status
+    if expected.choices is not None:
+        assert found.objective == pytest.approx(expected.objective, rel=1e-6, abs=1e-12)
+        assert found.choices is not None and program.peak(found.choices) <= capacity
+        lower, upper, _ = minimum_capacity(program, SolverOptions())
+        least = min(program.peak(c) for c in itertools.product(*sizes) if np.isfinite(program.cost(c)))
+        assert lower <= least <= upper and upper == least
+
+
+def model() -> Any:
+    import keras
+
+    net = keras.Sequential([keras.Input((1024,)), *(keras.layers.Dense(1024, "relu") for _ in range(3))])
+    net.compile(optimizer="sgd", loss="mse")
+    return net
+
+
+@pytest.mark.parametrize("kept", [0, 4 * MIB, 1024 * MIB])
+def test_a_plan_counts_what_stays_on_the_chip(kept: int) -> None:
+    profile = replace(autoshard.profile("tpu-v5e"), vector_memory_bytes=0)
+    options: dict[str, Any] = {"batch_size": 8192, "progress": False}
+    whole = autoshard.optimize(model, {"data": 4}, hardware=profile, **options)
+    plan = autoshard.optimize(model, {"data": 4}, hardware=replace(profile, vector_memory_bytes=kept), **options)
+    memory = plan.memory
+    assert sum(memory.parts.values()) == memory.peak_bytes
+    assert min(memory.parts.values()) >= 0
+    stays = memory.parameters + memory.optimizer + memory.state + memory.inputs
+    assert memory.peak_bytes == max(whole.memory.peak_bytes - kept, memory.peak_bytes if kept > 100 * MIB else 0)
+    if kept > 100 * MIB:
+        assert memory.peak_bytes - stays < 0.05 * memory.peak_bytes  # the logs that are returned
+    assert max(plan.course.total_bytes()) == memory.peak_bytes
+    again = autoshard.optimize(model, {"data": 4}, memory.peak_bytes, hardware=plan.trail.request.profile, **options)
+    assert again.memory.peak_bytes <= memory.peak_bytes
+    assert again.cost.total_s == pytest.approx(plan.cost.total_s)
+
+
+def test_only_tpus_have_it() -> None:
+    assert autoshard.profile("tpu-v5e").vector_memory_bytes == 96 * MIB
+    assert autoshard.profile("h100").vector_memory_bytes == 0
+
+
+def test_steps_with_loops_get_nothing() -> None:
+    import keras
+
+    def recurrent() -> Any:
+        net = keras.Sequential([keras.Input((16, 32)), keras.layers.LSTM(32, return_sequences=True)])
+        net.compile(optimizer="sgd", loss="mse")
+        return net
+
+    plan = autoshard.optimize(recurrent, {"data": 4}, hardware="tpu-v5e", batch_size=64, progress=False)
+    assert plan.trail.program.on_chip_bytes == 0
