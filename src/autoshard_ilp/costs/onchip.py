@@ -1,8 +1,8 @@
 """What a TPU keeps in the vector memory of its chip instead of device memory.
 
 XLA's memory space assignment gives short-lived buffers a place in vector memory, as far as it is free. Steps compiled
-for v5e and v5p hold, at every instant, as many bytes less in device memory as the profile's ``vector_bytes`` tells, and
-never fewer than arguments, results and the buffers that are larger than the whole vector memory:
+for v5e hold, at every instant, as many bytes less in device memory as the profile's ``vector_bytes`` tells, and never
+fewer than arguments, results and the buffers that are larger than the whole vector memory:
 
     device memory(t) = max(sum of all - V, arguments + results + large buffers(t))
 
