@@ -21,8 +21,8 @@ def shifted(program: Program) -> Program:
         program: of two nodes at least.
     """
     size, lt = program.on_chip_bytes, program.lifetimes
-    zeros = [np.zeros(len(node.costs), np.int64) for node in program.nodes[:2]]
-    edge = Edge(0, 1, *zeros, np.zeros((1, 1)), np.array([[size]], np.int64))
+    first, second = (np.zeros(len(node.costs), np.int64) for node in program.nodes[:2])
+    edge = Edge(0, 1, first, second, np.zeros((1, 1)), np.array([[size]], np.int64))
     end = int(lt.end.max())
     lifetimes = Lifetimes(
         np.append(lt.is_edge, True),
