@@ -23,7 +23,6 @@ from autoshard_ilp.program.cpsat import CpOptions, solve_net
 from autoshard_ilp.program.large.route import solve_in_turn
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
-from autoshard_ilp.program.onchip import shifted, told
 from autoshard_ilp.program.search import PROOF, Search
 from autoshard_ilp.program.start import local_start
 
@@ -85,9 +84,6 @@ def solve(
         InputShapeError: malformed arrays.
     """
     check(program, hint)
-    if program.on_chip_bytes:
-        answer = solve(shifted(program), options, hint=hint, rows_seconds=rows_seconds, on_progress=on_progress)
-        return told(answer, program)
     search = Search(program, options, time.monotonic(), on_progress)
     if hint is not None:
         search.offer(np.asarray(hint, np.int64))
