@@ -14,10 +14,10 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from autoshard_ilp import signature as structure
-from autoshard_ilp.errors import InputShapeError, PlanMismatchError, UnsupportedModelError
+from autoshard_ilp.errors import InputShapeError, PlanFileError, PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.placement import fingerprint as graph_fingerprint
-from autoshard_ilp.placement import primitive_counts
+from autoshard_ilp.placement import misfit, primitive_counts
 from autoshard_ilp.step import Step
 
 if TYPE_CHECKING:
@@ -69,6 +69,11 @@ def bind(plan: Plan, target: Any, **options: Any) -> Plan:
         raise PlanMismatchError(
             f"A plan fits the {what} it was made for. {difference}{_other_versions(plan)} Plan again for this {what}."
         )
+    damage = misfit(plan.placement, step.graph, len(plan.mesh.axis_names))
+    if damage is not None:
+        raise PlanFileError(
+            f"A plan says where every tensor of its step lies. Received: a plan whose {damage}. Plan again."
+        )
     return replace(plan, executable=step, signature=signature_of(step))
 
 
@@ -110,9 +115,20 @@ def _model_step(plan: Plan, model: Any, options: Mapping[str, Any]) -> Step:
     stored = plan.signature.get("args")
     # The remembered batch stands for what the caller leaves out; a batch of his own replaces all of it.
     if stored is not None and not any(options.get(name) is not None for name in _BATCH):
-        known |= dict(zip(_BATCH, structure.decode(stored), strict=False))
+        known |= dict(zip(_BATCH, _decoded(stored), strict=False))
     step, _ = trace_step(model, plan.mesh, **{**known, **options})
     return step
+
+
+def _decoded(stored: Mapping[str, Any]) -> Any:
+    """The remembered arguments; PlanFileError where they cannot be read."""
+    try:
+        return structure.decode(stored)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise PlanFileError(
+            "A plan file describes the arguments of its step. Received: a description that cannot be read "
+            f"({type(error).__name__}: {error}). Pass the arguments, or plan again."
+        ) from error
 
 
 def _function_step(plan: Plan, fn: Any, args: tuple[Any, ...] | None = None, **unknown: Any) -> Step:
@@ -130,7 +146,7 @@ def _function_step(plan: Plan, fn: Any, args: tuple[Any, ...] | None = None, **u
             f"keep. Received: a plan of {len(plan.arguments)} arrays without its arguments. Pass args=, as for "
             "optimize_fn (shapes are enough)."
         )
-    given = structure.decode(stored or {}) if args is None else args
+    given = _decoded(stored or {}) if args is None else args
     try:
         check_function(fn, given)
         traced = trace_function(fn, given, tuple(plan.signature.get("donated", ())))

@@ -10,6 +10,7 @@ file holds it, and a loaded plan shows what the fresh one did.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -291,10 +292,14 @@ def from_dict(data: Mapping[str, Any]) -> Course:
     for layer, phase, kind, axes, seconds in data["segments"]:
         if min(layer, phase, kind, axes) < 0:
             raise ValueError("a segment refers to a name that does not exist")
+        if not 0 <= seconds < math.inf:
+            raise ValueError("a segment takes no negative or endless time")
         segments.append(Segment(names[layer], names[phase], names[kind], names[axes], now, float(seconds)))
         now = segments[-1].end_s
     at_s = tuple(float(x) for x in data["at_s"])
     held = {str(k): tuple(int(x) for x in v) for k, v in data["held"].items()}
     if any(len(v) != len(at_s) for v in held.values()):
         raise ValueError("as many samples of memory as times")
+    if any(x < 0 for v in held.values() for x in v) or any(b < a for a, b in zip((0.0, *at_s), at_s, strict=False)):
+        raise ValueError("samples of memory ascend in time, and hold no less than nothing")
     return Course(tuple(segments), at_s, held)

@@ -78,6 +78,29 @@ def primitive_counts(graph: Graph) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(Counter(op.primitive for op in graph.ops).items()))
 
 
+def misfit(placement: Placement, graph: Graph, n_axes: int) -> str | None:
+    """What a placement read from a file says that its graph cannot take, in words; None where it fits."""
+    if len(placement.of_op) != len(graph.ops):
+        return f"placement is of {len(placement.of_op)} operations, not {len(graph.ops)}"
+
+    def takes(layout: Layout | None, tensor: int) -> bool:
+        rank = len(graph.tensors[tensor].shape)
+        return layout is None or (len(layout) == n_axes and all(PARTIAL <= d < rank for d in layout))
+
+    for op in graph.ops:
+        reads, writes = placement.of(op.id)
+        fits = len(reads) <= len(op.inputs) and len(writes) <= len(op.outputs)
+        sides = [*zip(reads, op.inputs, strict=False), *zip(writes, op.outputs, strict=False)]
+        if not fits or not all(takes(layout, tensor) for layout, tensor in sides):
+            return f"placement gives operation {op.id} ({op.primitive}) layouts that it cannot have"
+    for op_id, operand, between in placement.via:
+        if not 0 <= op_id < len(graph.ops) or not 0 <= operand < len(graph.ops[op_id].inputs):
+            return f"detours lead to operand {operand} of operation {op_id}, which does not exist"
+        if not all(takes(layout, graph.ops[op_id].inputs[operand]) for layout in between):
+            return f"detours give operand {operand} of operation {op_id} layouts that it cannot have"
+    return None
+
+
 def decisions(
     graph: Graph, placement: Placement, *, room_bytes: int | None = None, axis_sizes: Sequence[int] = ()
 ) -> Any:

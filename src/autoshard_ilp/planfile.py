@@ -10,17 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autoshard_ilp import course
+from autoshard_ilp import course, signature
 from autoshard_ilp.arguments import file_path
-from autoshard_ilp.errors import PlanFileError
-from autoshard_ilp.mesh import MeshSpec
+from autoshard_ilp.errors import InputShapeError, PlanFileError
+from autoshard_ilp.mesh import as_mesh
 from autoshard_ilp.placement import Placement
 from autoshard_ilp.plan import Leaf, Plan
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
 from autoshard_ilp.schema import problem
+from autoshard_ilp.sharding import divides
 
 FORMAT = "autoshard-ilp plan"
 VERSION = 1
+_DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -63,10 +65,10 @@ def load(path: str | os.PathLike[str]) -> Plan:
     """
     source = file_path(path)
     try:
-        data = json.loads(source.read_text(encoding="utf-8"))
+        data = json.loads(source.read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
         raise PlanFileError(f"A plan file must exist and be readable. Received: {source} ({error}).") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of the text's encoding, of JSON, of numbers with too many digits
         raise PlanFileError(
             f"A plan file is JSON. Received: {source}, which is damaged or cut off ({error}). Save the plan again."
         ) from error
@@ -86,11 +88,15 @@ def load(path: str | os.PathLike[str]) -> Plan:
         )
     try:
         return from_dict(data)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (*_DAMAGE, InputShapeError) as error:
         raise PlanFileError(
             f"A plan file of version {version} has all its fields. Received: {source} with a missing or wrong field "
             f"({type(error).__name__}: {error}). Save the plan again."
         ) from error
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -128,8 +134,9 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> Plan:
-    """A plan from plain data; raises KeyError, TypeError or ValueError on wrong fields."""
-    n_axes = len(data["mesh"]["axis_names"])
+    """A plan from plain data; raises an error of Python on wrong fields."""
+    mesh = as_mesh(list(zip(data["mesh"]["axis_names"], data["mesh"]["axis_sizes"], strict=True)))
+    n_axes = len(mesh.axis_names)
 
     def layout(value: Any) -> tuple[int, ...]:
         if len(value) != n_axes or not all(isinstance(x, int) for x in value):
@@ -137,8 +144,10 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         return tuple(value)
 
     def leaf(value: Mapping[str, Any]) -> Leaf:
-        shape = tuple(int(n) for n in value["shape"])
-        return Leaf(value["path"], value["role"], shape, value["dtype"], layout(value["layout"]))
+        shape, where = tuple(int(n) for n in value["shape"]), layout(value["layout"])
+        if max(where) >= len(shape) or not divides(shape, where, mesh.axis_sizes):
+            raise ValueError(f"{value['path']!r} of shape {shape} cannot have the layout {list(where)}")
+        return Leaf(value["path"], value["role"], shape, value["dtype"], where)
 
     memory = {**data["memory"], "contributors": tuple((str(n), int(b)) for n, b in data["memory"]["contributors"])}
     stored = data["placement"]
@@ -150,7 +159,7 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         raise ValueError("placement refers to a choice that does not exist")
     names = ("hardware", "mode", "batch_size", "objective", "status", "lower_bound", "gap")
     return Plan(
-        mesh=MeshSpec(tuple(data["mesh"]["axis_names"]), tuple(int(s) for s in data["mesh"]["axis_sizes"])),
+        mesh=mesh,
         **{name: data[name] for name in names},
         remat_policy=data["remat_policy"],
         remat=tuple(data["remat"]),
@@ -158,7 +167,7 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         notes=tuple(data["notes"]),
         timings=dict(data["timings"]),
         origin=dict(data["origin"]),
-        signature=dict(data["signature"]),
+        signature=_signature(data["signature"]),
         arguments=tuple(leaf(x) for x in data["arguments"]),
         results=tuple(leaf(x) for x in data["results"]),
         cost=Cost(**data["cost"]),
@@ -167,12 +176,18 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
         course=course.from_dict(data["course"]) if data["course"] else course.Course(),
         placement=Placement(
             choices,
-            tuple(stored["of_op"]),
+            tuple(int(i) for i in stored["of_op"]),
             stored["fingerprint"],
             tuple((int(op), int(i), tuple(layout(lay) for lay in between)) for op, i, between in stored["via"]),
             tuple((str(name), int(count)) for name, count in stored["primitives"]),
         ),
     )
+
+
+def _signature(stored: Mapping[str, Any]) -> dict[str, Any]:
+    if stored.get("args") is not None:
+        signature.check(stored["args"])
+    return dict(stored)
 
 
 def _collective(fields: Mapping[str, Any]) -> PlannedCollective:

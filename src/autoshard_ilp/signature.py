@@ -35,6 +35,24 @@ def decode(data: Mapping[str, Any]) -> Any:
     return _decode(data["tree"])
 
 
+def check(data: Mapping[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError where :func:`decode` could not read ``data``; JAX is not needed."""
+    todo = [data["tree"]]
+    while todo:
+        part = todo.pop()
+        if part is None:
+            continue
+        kind = next((k for k in ("dict", "list", "tuple") if k in part), None)
+        if kind is not None:
+            if not isinstance(part[kind], dict if kind == "dict" else list):
+                raise TypeError(f"a {kind} is written {part[kind]!r}")
+            todo.extend(part[kind].values() if kind == "dict" else part[kind])
+        elif not isinstance(part["shape"], list) or not all(type(n) is int and n >= 0 for n in part["shape"]):
+            raise ValueError(f"shape {part['shape']!r}")
+        elif not isinstance(part["dtype"], str):
+            raise TypeError(f"dtype {part['dtype']!r}")
+
+
 def _encode(tree: Any) -> Any:
     import jax
 
