@@ -4,8 +4,10 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import keras
 import pytest
@@ -133,6 +135,31 @@ def test_usage_errors_exit_with_2(arguments):
 def test_an_interrupt_exits_with_130(monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "optimize", interrupted)
+    assert fails(130, *PLAN) == "interrupted"
+
+
+def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own(monkeypatch):
+    def interrupted(*_, **__):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise ImportError("error while initializing the extension") from error
+
+    monkeypatch.setattr(api, "optimize", interrupted)
+    assert fails(130, *PLAN) == "interrupted"
+
+
+def test_an_interrupt_that_python_drops_comes_again(monkeypatch):
+    class Dropping:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def interrupted(*_, **__):
+        Dropping()
+        time.sleep(20)
+        raise AssertionError("not interrupted")
 
     monkeypatch.setattr(api, "optimize", interrupted)
     assert fails(130, *PLAN) == "interrupted"

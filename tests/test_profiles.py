@@ -238,3 +238,13 @@ def test_profiles_are_found_in_a_wheel_too(tmp_path: Path) -> None:
 def test_reading_profiles_does_not_import_jax() -> None:
     code = "import sys, autoshard_ilp.costs.collectives; sys.exit(bool({'jax', 'keras', 'ortools'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_whole_number_beyond_floats_is_no_figure(tmp_path):
+    text = profile_module.profile_path("h100").read_text(encoding="utf-8")
+    line = next(x for x in text.splitlines() if x.startswith("total_bytes"))
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(line, f'total_bytes = {{value = {10**400}, source = "assumption: endless"}}'))
+    with pytest.raises(ProfileError, match=r"finite|whole") as caught:
+        load_profile(path)
+    assert caught.value.key == "memory.total_bytes"

@@ -9,8 +9,10 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,9 +24,54 @@ from autoshard_ilp.render import printable
 
 INFEASIBLE, BAD_INPUT, FAULT, INTERRUPTED = 1, 2, 3, 130
 """Exit codes other than 0."""
+AGAIN_SECONDS = 0.05
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class _Interrupts:
+    """Handler of SIGINT that remembers: a library interrupted while it loads raises an error of its own instead."""
+
+    seen = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+
+def was_interrupted() -> bool:
+    """Whether Ctrl-C was pressed during a command."""
+    handler = signal.getsignal(signal.SIGINT)
+    return isinstance(handler, _Interrupts) and handler.seen
+
+
+@contextlib.contextmanager
+def _remembering_interrupts() -> Iterator[None]:
+    replaces = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not replaces or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _Interrupts())
+    ignored = sys.unraisablehook
+
+    def once_more(event: Any) -> None:
+        """Where Python drops an interrupt (in a callback of its collector, in a destructor), it comes again."""
+        if issubclass(event.exc_type, KeyboardInterrupt):
+            threading.Timer(AGAIN_SECONDS, signal.raise_signal, [signal.SIGINT]).start()
+        else:
+            ignored(event)
+
+    sys.unraisablehook = once_more
+    try:
+        yield
+    except Exception as error:
+        if was_interrupted() and not isinstance(error, typer.Exit | typer.Abort):
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        sys.unraisablehook = ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def reported(command: Callable[P, R]) -> Callable[P, R]:
@@ -33,7 +80,8 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return command(*args, **kwargs)
+            with _remembering_interrupts():
+                return command(*args, **kwargs)
         except KeyboardInterrupt:
             say("interrupted")
             raise typer.Exit(INTERRUPTED) from None
@@ -115,6 +163,6 @@ def quiet_native_logs() -> Iterator[None]:
             os.dup2(kept, 2)
             os.close(kept)
             held.seek(0)
-            for line in held:
+            for line in () if was_interrupted() else held:
                 if not _NATIVE_NOISE.match(line):
                     os.write(2, line)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -438,7 +439,8 @@ class _Reader:
                 raise self.fail(key, f"must be one of {', '.join(figure.choices)}. Received: {value!r}.")
             return value
         numeric = isinstance(value, int if figure.type is int else int | float) and not isinstance(value, bool)
-        if not numeric or not math.isfinite(value):
+        # compared, since a whole number may be too large for isfinite
+        if not numeric or not -sys.float_info.max <= value <= sys.float_info.max:
             wanted = "a whole number" if figure.type is int else "a finite number"
             raise self.fail(key, f"must be {wanted}. Received: {value!r}.")
         if not figure.low <= value <= figure.high:
