@@ -103,6 +103,20 @@ def test_a_scan_holds_its_stacked_results_from_its_start():
     assert buffers.end[stack.outputs[0]] == buffers.horizon
 
 
+def test_gradients_of_equal_tables_are_filled_together_on_gpus():
+    def loss(tables, ids):
+        return jnp.sum(jnp.concatenate([table[i] for table, i in zip(tables, ids, strict=True)], axis=1) ** 2)
+
+    graph = _graph(jax.grad(loss), [jnp.zeros((1000, 32))] * 2 + [jnp.zeros((500, 32))], [jnp.zeros(64, "int32")] * 3)
+    for family, together in (("gpu", True), ("tpu", False)):
+        buffers = analyse(graph, family)
+        tables = [op.outputs[0] for op in graph.ops if op.primitive == "scatter-add"]
+        starts = {graph.tensors[t].shape: set() for t in tables}
+        for t in tables:
+            starts[graph.tensors[t].shape].add(int(buffers.start[t]))
+        assert len(starts[1000, 32]) == (1 if together else 2) and len(starts) == 2
+
+
 def test_stacks_of_equal_shape_are_prepared_together_on_gpus():
     def layer(xs):
         return jax.lax.scan(lambda c, x: (jnp.tanh(c + x),) * 2, jnp.zeros((64, 64)), xs)[1]

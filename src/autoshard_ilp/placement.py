@@ -109,8 +109,8 @@ def decisions(
     Args:
         graph: of the step.
         placement: of its operations.
-        room_bytes: what the budget leaves above the predicted peak; None: plenty. A gather of the forward pass that
-            makes a larger copy is not to begin before its reader's other operand is there.
+        room_bytes: what the budget leaves above the predicted peak; None: plenty. Gathers of the forward pass whose
+            copies take more are not to begin before their reader's other operand is there.
         axis_sizes: devices along each mesh axis.
     """
     from autoshard_ilp.apply import Decisions
@@ -140,13 +140,15 @@ def _large_gathers(
     room_bytes: int,
     axis_sizes: Sequence[int],
 ) -> Iterator[tuple[int, int]]:
-    """(op id, operand index) of gathers in the forward pass whose copies take more than ``room_bytes`` on a device.
+    """(op id, operand index) of gathers in the forward pass that must wait: all but the smallest, whose copies take
+    ``room_bytes`` on a device together.
 
-    Schedulers begin what depends on nothing, such as the gather of a weight, as early as they can, and a copy made
-    before its time may not fit.
+    Schedulers begin what depends on nothing, such as the gather of a weight, as early as they can, and copies made
+    before their time may not fit.
     """
     from autoshard_ilp.ties import MIN_COPY_BYTES
 
+    copies: list[tuple[int, int, int]] = []
     for (op_id, i), layout in operands.items():
         op = graph.ops[op_id]
         t = graph.tensors[op.inputs[i]]
@@ -154,7 +156,12 @@ def _large_gathers(
         if op.phase != "forward" or now is None or PARTIAL in now or PARTIAL in layout:
             continue
         grows = any(b == WHOLE and a != WHOLE for a, b in zip(now, layout, strict=True))
-        if grows and local_bytes(t.shape, t.itemsize, layout, axis_sizes) > max(room_bytes, MIN_COPY_BYTES):
+        if grows:
+            copies.append((local_bytes(t.shape, t.itemsize, layout, axis_sizes), op_id, i))
+    early = 0
+    for copy_bytes, op_id, i in sorted(copies):
+        early += copy_bytes
+        if early > room_bytes and copy_bytes >= MIN_COPY_BYTES:
             yield op_id, i
 
 

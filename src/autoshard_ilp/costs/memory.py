@@ -345,18 +345,32 @@ def _region_start(graph: Graph, stack: Op, time: np.ndarray) -> int:
 
 
 def _prepared_together(graph: Graph, start: np.ndarray) -> None:
-    """XLA:GPU fills the stacks of equal shape of all loops in one kernel, before the first of these loops."""
-    stacks = [
+    """XLA:GPU fills with zeros in one kernel, before the first of them is needed, what has equal shapes: the stacks of
+    all loops, and what gradients of tables are added up in."""
+    filled = [
         graph.tensors[op.outputs[0]]
         for op in graph.ops
-        if op.primitive == "loop_stack" and graph.regions[op.region].parent == 0
+        if (op.primitive == "loop_stack" and graph.regions[op.region].parent == 0) or _adds_to_zeros(graph, op)
     ]
     first: dict[tuple[tuple[int, ...], str], int] = {}
-    for t in stacks:
+    for t in filled:
         key = (t.shape, t.dtype)
         first[key] = min(first.get(key, int(start[t.id])), int(start[t.id]))
-    for t in stacks:
+    for t in filled:
         start[t.id] = first[t.shape, t.dtype]
+
+
+def _adds_to_zeros(graph: Graph, op: Op) -> bool:
+    """Whether an operation outside of loops scatters into a constant: the gradient of a gather."""
+    if op.primitive not in ("scatter-add", "scatter_add") or op.region:
+        return False
+    producer = graph.tensors[op.inputs[0]].producer
+    while producer is not None and graph.ops[producer].primitive in (*VIEWS, "broadcast_in_dim"):
+        t = graph.tensors[graph.ops[producer].inputs[0]]
+        if t.literal is not None:
+            return True
+        producer = t.producer
+    return producer is not None and graph.ops[producer].primitive == "constant"
 
 
 def _reads(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple[tuple[int, ...], ...]:
