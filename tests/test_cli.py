@@ -145,6 +145,7 @@ def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own(monkeypatch)
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt as error:
+            sys.excepthook(type(error), error, error.__traceback__)  # what PyErr_Print calls
             raise ImportError("error while initializing the extension") from error
 
     monkeypatch.setattr(api, "optimize", interrupted)

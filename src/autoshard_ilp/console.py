@@ -62,6 +62,12 @@ def _remembering_interrupts() -> Iterator[None]:
         else:
             ignored(event)
 
+    def printed(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """An extension that is interrupted while it loads prints the error and goes on."""
+        if not issubclass(kind, KeyboardInterrupt):
+            uncaught(kind, error, trace)
+
+    uncaught, sys.excepthook = sys.excepthook, printed
     sys.unraisablehook = once_more
     try:
         yield
@@ -70,7 +76,7 @@ def _remembering_interrupts() -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
-        sys.unraisablehook = ignored
+        sys.unraisablehook, sys.excepthook = ignored, uncaught
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
