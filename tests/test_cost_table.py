@@ -117,6 +117,17 @@ def test_gradients_of_equal_tables_are_filled_together_on_gpus():
         assert len(starts[1000, 32]) == (1 if together else 2) and len(starts) == 2
 
 
+def test_a_softmax_does_not_overwrite_the_scores_on_gpus():
+    def attention(q, k, v):
+        return jax.nn.softmax((q @ k).astype("float32"), axis=-1).astype("bfloat16") @ v
+
+    graph = _graph(attention, *[jnp.zeros((256, 256), "bfloat16")] * 3)
+    buffers = analyse(graph, "gpu")
+    scores, out = (op for op in graph.ops if op.primitive == "dot_general")
+    assert buffers.stored[out.inputs[0]]
+    assert buffers.end[scores.outputs[0]] > buffers.start[out.inputs[0]]
+
+
 def test_stacks_of_equal_shape_are_prepared_together_on_gpus():
     def layer(xs):
         return jax.lax.scan(lambda c, x: (jnp.tanh(c + x),) * 2, jnp.zeros((64, 64)), xs)[1]

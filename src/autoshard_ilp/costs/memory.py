@@ -127,7 +127,7 @@ def analyse(graph: Graph, family: str = "") -> Buffers:
             end[t.id] = horizon if t.id in held_to_end else max(last_use[t.id], start[t.id]) + 1
     if family == "gpu":
         _prepared_together(graph, start)
-    for t_id in _overwritten(graph, root, stored, last_use, time):
+    for t_id in _overwritten(graph, root, stored, last_use, time, family):
         if t_id not in held_to_end:
             end[t_id] = max(end[t_id] - 1, start[t_id] + 1)
     return Buffers(stored, start, end, root, _reads(graph, root, stored), last_use, time, horizon)
@@ -295,25 +295,40 @@ def _last_uses(graph: Graph, root: np.ndarray, stored: np.ndarray, time: np.ndar
 
 
 def _overwritten(
-    graph: Graph, root: np.ndarray, stored: np.ndarray, last_use: np.ndarray, time: np.ndarray
+    graph: Graph, root: np.ndarray, stored: np.ndarray, last_use: np.ndarray, time: np.ndarray, family: str
 ) -> Iterator[int]:
     """Buffers that a fused operation reads for the last time and overwrites with a result of the same size.
 
     A product's result whose only reader is a chain of elementwise operations is among them; XLA:GPU may even fuse the
-    chain into the product.
+    chain into the product. What a softmax reads is not, on GPUs: its reductions are part of the same kernel.
     """
     for op in graph.ops:
         written = [t for t in op.outputs if stored[t]]
         if not written or not fusible(op) or op.primitive in ("argument", "constant"):
             continue
         size = graph.tensors[written[0]].bytes
-        for t in _behind_chain(graph, root, stored, op):
+        behind = _behind_chain(graph, root, stored, op)
+        reduced = _reduced_beside(graph, root, stored, behind) if family == "gpu" else frozenset()
+        for t in behind:
+            if t in reduced:
+                continue
             producer = graph.tensors[t].producer
             if producer is None or graph.ops[producer].primitive in ("argument", "constant"):
                 continue
             if stored[t] and last_use[t] == time[op.id] and graph.tensors[t].bytes == size:
                 yield t
                 break
+
+
+def _reduced_beside(graph: Graph, root: np.ndarray, stored: np.ndarray, behind: Sequence[int]) -> frozenset[int]:
+    """Tensors that reductions read whose results are among those behind a chain."""
+    found: set[int] = set()
+    for t in behind:
+        producer = graph.tensors[t].producer
+        if producer is not None and graph.ops[producer].primitive.startswith(REDUCTIONS):
+            found |= {int(root[i]) for i in graph.ops[producer].inputs}
+            found |= set(_behind_chain(graph, root, stored, graph.ops[producer]))
+    return frozenset(found)
 
 
 def _behind_chain(graph: Graph, root: np.ndarray, stored: np.ndarray, op: Op) -> list[int]:
