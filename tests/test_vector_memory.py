@@ -92,3 +92,19 @@ def test_steps_with_loops_get_nothing() -> None:
 
     plan = autoshard.optimize(recurrent, {"data": 4}, hardware="tpu-v5e", batch_size=64, progress=False)
     assert plan.trail.program.on_chip_bytes == 0
+
+
+@pytest.mark.parametrize(("activation", "written"), [("gelu", 2), ("silu", 1)])
+def test_error_functions_are_written_for_the_backward_pass(activation: str, written: int) -> None:
+    """Exact GELUs keep their error function beside the product's result, also on TPU; others are computed again."""
+    import keras
+
+    def build() -> Any:
+        net = keras.Sequential([keras.Input((256,)), keras.layers.Dense(2048, activation), keras.layers.Dense(256)])
+        net.compile(optimizer="sgd", loss="mse")
+        return net
+
+    plan = autoshard.optimize(build, {"data": 2}, hardware="tpu-v5e", batch_size=4096, progress=False)
+    graph, stored = plan.trail.graph, plan.trail.costs.buffers.stored
+    wide = [t.id for t in graph.tensors if t.shape == (4096, 2048) and stored[t.id] and t.producer is not None]
+    assert len([t for t in wide if graph.ops[graph.tensors[t].producer].phase == "forward"]) == written

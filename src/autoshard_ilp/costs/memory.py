@@ -41,6 +41,9 @@ TRANSCENDENTAL = frozenset(
 fewer bytes than the result has: float32 exponentials of bfloat16 logits. Divisions and square roots are on XLA's list
 of dear operations as well, but are duplicated freely."""
 
+LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
+"""What XLA expands to polynomials of a hundred instructions: XLA:TPU too computes these once, for several kernels."""
+
 UNFUSIBLE = frozenset(
     """
     dot_general ragged_dot conv_general_dilated gather scatter scatter-add scatter_add scatter-mul scatter-min
@@ -163,7 +166,7 @@ def _stored(graph: Graph, root: np.ndarray, family: str) -> np.ndarray:
     """Whether each tensor is written to memory (see the module docstring)."""
     readers = _readers(graph, root)
     stored = _needs_buffer(graph, root, readers, family)
-    return _with_dear_ones(graph, root, stored, _read_by_several_kernels(graph, root, stored, readers))
+    return _with_dear_ones(graph, root, stored, _read_by_several_kernels(graph, root, stored, readers), family)
 
 
 def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
@@ -199,15 +202,17 @@ def _read_by_several_kernels(
     return found
 
 
-def _with_dear_ones(graph: Graph, root: np.ndarray, stored: np.ndarray, several: np.ndarray) -> np.ndarray:
+def _with_dear_ones(graph: Graph, root: np.ndarray, stored: np.ndarray, several: np.ndarray, family: str) -> np.ndarray:
     """``stored``, and what several kernels need that takes a kernel more bytes to compute anew than to read."""
     found = stored.copy()
     behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
+    # A long function's result stands beside what it was made of: kernels read both rather than a third array.
+    long = frozenset(t for op in graph.ops if op.primitive in LONG and family == "tpu" for t in op.outputs)
     for op in graph.ops:
         mine = _leaves(graph, root, found, behind, op)
         for t in op.outputs:
             behind[t] = mine
-            found[t] |= several[t] and _size(graph, mine) > DEAR_LEAVES * graph.tensors[t].bytes
+            found[t] |= several[t] and _size(graph, mine - long) > DEAR_LEAVES * graph.tensors[t].bytes
     return found
 
 
@@ -226,7 +231,7 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
             continue
         inside = [root[t] for t in op.inputs if not stored[root[t]]]
         random = op.primitive in RANDOM or any(drawn[t] for t in inside)
-        dear = op.primitive in TRANSCENDENTAL or any(costly[t] for t in inside)
+        dear = op.primitive in (LONG if family == "tpu" else TRANSCENDENTAL) or any(costly[t] for t in inside)
         mine = _leaves(graph, root, stored, behind, op)
         for t in op.outputs:
             drawn[t], costly[t], behind[t] = random, dear, mine
@@ -238,7 +243,7 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
                 stored[t] = not fusible(op)
             else:
                 smaller = family == "gpu" and _size(graph, mine) < graph.tensors[t].bytes  # to read than to keep
-                once = family != "tpu" and (random or (dear and not smaller))
+                once = (random and family != "tpu") or (dear and not smaller)
                 stored[t] = (
                     not fusible(op)
                     or any(not _fuses_operand(r, family) for r in readers[t])
