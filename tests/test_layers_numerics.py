@@ -6,7 +6,9 @@ import inspect
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
+from keras import layers
 
 from layer_cases import CASES, NOT_IN_A_MODEL, assert_same_numbers
 
@@ -34,3 +36,12 @@ def _cases() -> list[Any]:
 def test_a_layer_under_any_layouts(name: str, mesh: str) -> None:
     case = CASES[name]
     assert_same_numbers(case.model, case.data(), MESHES[mesh])
+
+
+@pytest.mark.slow
+def test_a_layer_left_out_does_not_train_on_one_device_either() -> None:
+    inputs = keras.Input((8, 8, 3))
+    model = keras.Model(inputs, layers.Dense(2)(layers.Flatten()(layers.RandomElasticTransform()(inputs))))
+    model.compile("sgd", "mse")
+    with pytest.raises(AttributeError, match="_error_repr"):
+        model.train_on_batch(np.ones((4, 8, 8, 3), "float32"), np.ones((4, 2), "float32"))

@@ -293,7 +293,7 @@ def _trace(
     fn = {"train": _train_function, "evaluate": _evaluate_function, "predict": _predict_function}[mode](model)
     hint = "A step that trains with model.fit on JAX can be traced; try one step of fit on a small batch"
     hint += ", and give targets= if the derived ones are not what the loss takes." if mode == "train" else "."
-    with _explained(model, f"traced (mode={mode!r})", hint):
+    with _explained(model, f"traced (mode={mode!r})", hint), ki.repeatable():
         closed_jaxpr, out_shape = jax.make_jaxpr(fn, return_shape=True)(state, batch)
     arguments = _arguments(model, mode, variables, state, batch, references)
     results, aliases = _results(model, mode, arguments, state, out_shape)

@@ -15,6 +15,7 @@ from autoshard_ilp.keras_integration.construction import AbstractBuild as Abstra
 from autoshard_ilp.keras_integration.construction import abstract_construction as abstract_construction
 from autoshard_ilp.keras_integration.construction import ensure_jax_backend as ensure_jax_backend
 from autoshard_ilp.keras_integration.construction import no_distribution as no_distribution
+from autoshard_ilp.keras_integration.construction import repeatable as repeatable
 from autoshard_ilp.keras_integration.construction import seeded as seeded
 from autoshard_ilp.keras_integration.construction import undisturbed as undisturbed
 from autoshard_ilp.keras_integration.inspection import GROUPS as GROUPS

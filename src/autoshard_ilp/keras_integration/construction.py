@@ -195,3 +195,22 @@ def undisturbed() -> Iterator[None]:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
         global_state.set_global_attribute(GLOBAL_RANDOM_SEED, seed)
         global_state.set_global_attribute("object_name_uids", kept)
+
+
+@contextlib.contextmanager
+def repeatable() -> Iterator[None]:
+    """Python's and numpy's random generators from the same state every time, and put back afterwards.
+
+    Some layers (``AugMix``) draw from them while they are traced. The same model must trace to the same step: when it
+    is planned, when the plan is applied, and in every process.
+    """
+    import numpy as np
+
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
