@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,6 +41,15 @@ def load_kernels() -> None:
 def _starts(sizes: Iterable[int]) -> np.ndarray:
     """Where consecutive pieces of these sizes begin, and where the last one ends."""
     return np.concatenate(([0], np.cumsum(np.fromiter(sizes, np.int64)))).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Costs of :class:`Messages` at one moment."""
+
+    bound: float
+    theta: np.ndarray
+    tables: np.ndarray
 
 
 class Messages:
@@ -127,6 +137,16 @@ class Messages:
                 if low:
                     values -= low
                     self.bound += low
+
+    def state(self) -> State:
+        """A copy of the costs as they are."""
+        return State(self.bound, self._theta.copy(), self._tables.copy())
+
+    def restore(self, state: State) -> None:
+        """Go back to a state of the same messages."""
+        self.bound = state.bound
+        self._theta[:] = state.theta
+        self._tables[:] = state.tables
 
     def remove_cells(self, upper: float) -> int:
         """Entries of tables that cannot be in a plan cheaper than ``upper`` become ``inf``; their number."""

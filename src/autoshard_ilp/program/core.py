@@ -1,7 +1,8 @@
-"""Presolve and message passing in turn: the exact descent that solves most programs without OR-Tools.
+"""Presolve and message passing in turn, then branching: the exact descent that solves most programs without OR-Tools.
 
-Each round shrinks the net exactly, raises the bound, finds plans, removes what cannot be in a better plan, and then
-allows larger tables to eliminate more nodes: fewer strategies make wider elimination affordable.
+Each round shrinks the net exactly, raises the bound, finds plans and removes what cannot be in a better plan. Most
+programs are solved after a few. What is left is branched on (:mod:`autoshard_ilp.program.strong`) or, where nodes have
+many strategies and tables many cells, eliminated with ever larger tables: fewer strategies make that affordable.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
 from autoshard_ilp.program.presolve import Presolve
+from autoshard_ilp.program.strong import StrongBranching, strategies_left
 
 # Most neighbours and most table cells of an eliminated node, round by round.
 ROUNDS = (
@@ -29,12 +31,13 @@ ROUNDS = (
     (99, 3_000_000),
     (99, 8_000_000),
 )
+BEFORE_BRANCHING = 2  # rounds
+TRIED = 2e8  # table cells times strategies of a node, beyond which wider elimination is cheaper than trying them
 SWEEPS = 400  # most sweeps in a round
 CHECK = 10  # sweeps between two plans
 CORE = 3  # strategies per node of a core
 CORE_CELLS = 100_000
 CORE_SWEEPS = 10
-ASK_AFTER = 3  # rounds
 STALL = 0.05  # a round ends when CHECK sweeps close less than this part of the gap
 
 
@@ -76,6 +79,12 @@ def core_plan(messages: Messages, plans: list[np.ndarray], deadline: float) -> n
         return None
 
 
+def can_branch(net: Net) -> bool:
+    """Whether trying every strategy of a node takes little time."""
+    cells = sum(f.table.size for f in net.factors.values())
+    return cells * strategies_left(net) <= TRIED * len(net.live)
+
+
 @dataclass
 class Descent:
     """One descent; ``offer`` takes a full assignment and returns the best known cost in seconds.
@@ -87,7 +96,6 @@ class Descent:
         deadline: monotonic seconds.
         removed: told per node the strategies that cannot be in an assignment cheaper than what ``offer`` returned.
         rounds: most neighbours and most table cells of an eliminated node, round by round.
-        ask: where the descent is still open after ``ASK_AFTER`` rounds, asked once for a plan.
     """
 
     offer: Callable[[np.ndarray], float]
@@ -96,20 +104,21 @@ class Descent:
     deadline: float
     removed: Callable[[dict[int, np.ndarray]], None] | None = None
     rounds: Sequence[tuple[int, int]] = ROUNDS
-    ask: Callable[[], np.ndarray | None] | None = None
+    branching: StrongBranching | None = None
     log: list[dict[str, Any]] = field(default_factory=list)
     presolve_seconds: float = 0.0  # of all rounds
 
     def run(self, net: Net, upper: float) -> Net:
-        """Descend until solved, out of time, or elimination gets too wide; what is left has reparametrised costs.
+        """Descend until solved, out of time or of branches; what is left has reparametrised costs.
 
         Raises:
             EmptyNodeError: no plan is cheaper than ``upper`` (with no upper bound: no plan at all).
         """
         for number, (degree, cells) in enumerate(self.rounds):
-            if number == ASK_AFTER and self.ask is not None:
-                plan = self.ask()
-                upper = upper if plan is None else min(upper, self.offer(plan))
+            if number >= BEFORE_BRANCHING and can_branch(net):
+                self.branching = StrongBranching(self.offer, self.prove, self.done, self.deadline)
+                self.branching.run(net, upper)
+                return net
             since = time.monotonic()
             before = net.size()
             presolve = Presolve(net, max_degree=degree, max_cells=cells, deadline=self.deadline)

@@ -24,7 +24,6 @@ from autoshard_ilp.program.large.route import solve_in_turn
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.search import PROOF, Search
-from autoshard_ilp.program.start import local_start
 
 
 def check(program: Program, hint: np.ndarray | None) -> None:
@@ -142,7 +141,7 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
 
     def done() -> bool:
         # What matters of a relaxation whose optimum is almost known, and does not fit, is only where to go on from.
-        if not state["fits"] and len(descent.log) > ENOUGH_ROUNDS:
+        if not state["fits"] and (len(descent.log) > ENOUGH_ROUNDS or descent.branching):
             return True
         least = PROOF if state["fits"] else CLOSE
         gap = max(search.options.relative_gap, least) * abs(state["upper"])
@@ -151,10 +150,7 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
     if search.best is not None:
         offer(search.best)
 
-    def ask() -> np.ndarray | None:
-        return local_start(program, room, search.options, state["best"], search.deadline)
-
-    descent = Descent(offer, prove, done, search.deadline, ask=ask)
+    descent = Descent(offer, prove, done, search.deadline)
     search.report["descent"] = descent.log
     try:
         start = build_net(program) if room is None else build_net(program, room.keep, cells=room.cells)
@@ -170,6 +166,7 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
             raise
         prove(state["upper"])
     finally:
+        search.report["branches"] = descent.branching.nodes if descent.branching else 0
         search.book("presolve", descent.presolve_seconds)
         search.add_seconds("descent", since)
     return state["best"], state["lower"]
