@@ -144,6 +144,19 @@ def test_a_plan_that_its_budget_makes_dear_is_compared_with_recomputation(
     assert any("recomputation" in note.lower() for note in found.plan.notes) is (len(asked) > 1)
 
 
+def test_plans_that_recompute_share_the_time_that_is_left(any_plan: Plan) -> None:
+    now, given = 0.0, dict[str, float]()
+
+    def tried(policy: str, seconds: float) -> Plan:
+        nonlocal now
+        given[policy] = seconds
+        now += seconds  # each takes all it may
+        return replace(any_plan, remat_policy=policy)
+
+    search(POLICIES, tried, lambda failed: 16, 100.0, lambda: now, dear=lambda plan: 0.5)
+    assert given == pytest.approx({"never": 80.0, "selective": 10.0, "full": 10.0})
+
+
 def test_nothing_fits(any_plan: Plan) -> None:
     found = search(POLICIES, _Planner(4, 0.1, any_plan), lambda failed: 4, 100.0)
     assert found.plan is None and found.failures == ["never", "selective", "full"]

@@ -125,19 +125,24 @@ def search(
                 )
                 found.plan = replace(answer, notes=(*answer.notes, note))
         elif policy == "never" and len(policies) > 1 and dear(answer) > DEAR_SHARE:
-            _recomputed_instead(found, policies[1:], tried, LEAST_PART * time_limit, dear)
+            _recomputed_instead(found, policies[1:], tried, lambda: deadline - clock(), dear)
         break
     return found
 
 
 def _recomputed_instead(
-    found: Found, policies: Sequence[str], tried: Callable[[str, float], Any], seconds: float, dear: Callable
+    found: Found, policies: Sequence[str], tried: Callable[[str, float], Any], left: Callable[[], float], dear: Callable
 ) -> None:
-    """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute."""
+    """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute.
+
+    The policies share the seconds that are ``left``.
+    """
     assert found.plan is not None
     best = first = found.plan
-    for policy in policies:
-        answer = tried(policy, seconds)
+    for number, policy in enumerate(policies):
+        if left() <= 0:
+            break
+        answer = tried(policy, left() / (len(policies) - number))
         if isinstance(answer, Plan) and answer.cost.total_s < best.cost.total_s:
             best = answer
             if dear(best) <= DEAR_SHARE:
