@@ -117,16 +117,17 @@ def times_of_layout_maps(tables: Sequence[Table]) -> str:
             if "program" in row:
                 models.setdefault(row["model"], {})[row["program"]] = row
         for model, programs in models.items():
-            cells = [_times(programs, name, column) for name in programs if name != "plan" for column in COMPARED]
+            cells = [_times(programs, name, column) for name in THEIRS for column in COMPARED]
             if any(cells):
                 lines.append(f"| {model} | {' | '.join(cells)} |")
     if not lines:
         return ""
-    head = [f"{name}: {what}" for name in ("shipped", "shipped + plan") for what in COMPARED.values()]
+    head = [f"{name}: {what}" for name in THEIRS for what in COMPARED.values()]
     rule = "|---" * (len(head) + 1) + "|"
     return "\n".join(["Times what the plan sends and holds:", "", f"| model | {' | '.join(head)} |", rule, *lines])
 
 
+THEIRS = ("shipped", "shipped + plan")
 COMPARED = {"sent MB": "bytes", "peak GB": "peak"}
 
 
@@ -151,7 +152,7 @@ FAMILIES = (
         "KerasHub's layout maps",
         "What does a training step send under the layout map that KerasHub ships for a model, and under a plan?",
         ("python benchmarks/hub_layout_maps.py --compile h100:8",),
-        pictures.nothing,
+        pictures.layout_maps,
         times_of_layout_maps,
     ),
     Family(

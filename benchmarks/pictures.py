@@ -77,6 +77,28 @@ def quality(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
     yield f"{name}", figure
 
 
+def layout_maps(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
+    """Megabytes that one device sends per step, by model and program."""
+    rows = [r for t in tables for r in t.rows if "program" in r and number(r.get("sent MB", ""))]
+    if not rows:
+        return
+    models, programs = (list(dict.fromkeys(r[key] for r in rows)) for key in ("model", "program"))
+    figure = base.new(8.5, 1.2 + 0.22 * len(models) * (len(programs) + 1))
+    axes = base.plain(figure.subplots(), "Sent by one device per step, MB")
+    for row in rows:
+        kind = programs.index(row["program"])
+        at = models.index(row["model"]) * (len(programs) + 1) + kind
+        sent = number(row["sent MB"]) or 0.0
+        axes.barh(at, sent, color=colours.LAYERS[kind], height=0.8)
+        axes.text(sent * 1.05, at, f"{row['program']}: {sent:,.0f}", va="center", fontsize=base.FONT - 2)
+    axes.set_xscale("log")
+    axes.set_xlim(right=4 * max(number(r["sent MB"]) or 0.0 for r in rows))
+    middles = [i * (len(programs) + 1) + (len(programs) - 1) / 2 for i in range(len(models))]
+    axes.set_yticks(middles, [m.removeprefix("hub:") for m in models])
+    axes.invert_yaxis()
+    yield name, figure
+
+
 def fidelity(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
     """Every case's ratio of compiled to predicted, sorted, by target."""
     rows = [r for t in tables for r in t.rows if number(r.get("bytes ratio", "")) is not None]

@@ -41,6 +41,14 @@ global batch 8
 | fsdp | optimal | 8.00 | 1.0 |
 """,
     "plan_quality-2025-01-02": "# Plan quality\n\nold\n",
+    "hub_layout_maps-2026-01-02": f"""# Layout maps
+
+{ABOUT}
+| model | program | status | sent MB | peak GB |
+|---|---|---|---|---|
+| hub:tiny | shipped | compiled | 1,200 | 3.00 |
+| hub:tiny | plan | compiled | 300 | 1.50 |
+""",
     "fidelity": f"""# Fidelity
 
 {ABOUT}
@@ -105,6 +113,7 @@ def test_every_kind_of_result_has_a_picture_and_its_command(tmp_path):
     drawn = {p.name for p in (tmp_path / "docs" / "benchmarks").iterdir()}
     assert drawn == {f"{family.stem}.svg" for family in make_docs.FAMILIES}
     assert "| fsdp | 4.00 | 2 |" in page, "the geometric mean of 2 and 8"
+    assert "| hub:tiny | 4.0 | 2.0 |  |  |" in page, "times what the plan sends and holds"
     assert "needs 3 GB" in page and "old" not in page.split("## Fidelity")[0]
 
 
