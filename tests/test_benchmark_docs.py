@@ -40,7 +40,7 @@ global batch 8
 | optimize | optimal | 1.00 | 1.0 |
 | fsdp | optimal | 8.00 | 1.0 |
 """,
-    "plan_quality-2025-01-02": "# Plan quality\n\nold\n",
+    "plan_quality-2025-01-02": "# Plan quality\n\nsuperseded\n",
     "hub_layout_maps-2026-01-02": f"""# Layout maps
 
 {ABOUT}
@@ -114,7 +114,7 @@ def test_every_kind_of_result_has_a_picture_and_its_command(tmp_path):
     assert drawn == {f"{family.stem}.svg" for family in make_docs.FAMILIES}
     assert "| fsdp | 4.00 | 2 |" in page, "the geometric mean of 2 and 8"
     assert "| hub:tiny | 4.0 | 2.0 |  |  |" in page, "times what the plan sends and holds"
-    assert "needs 3 GB" in page and "old" not in page.split("## Fidelity")[0]
+    assert "needs 3 GB" in page and "superseded" not in page.split("## Fidelity")[0]
 
 
 def test_pictures_are_the_same_in_every_run(tmp_path):
