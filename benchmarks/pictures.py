@@ -89,8 +89,9 @@ def layout_maps(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]
         kind = programs.index(row["program"])
         at = models.index(row["model"]) * (len(programs) + 1) + kind
         sent = number(row["sent MB"]) or 0.0
-        axes.barh(at, sent, color=colours.LAYERS[kind], height=0.8)
-        axes.text(sent * 1.05, at, f"{row['program']}: {sent:,.0f}", va="center", fontsize=base.FONT - 2)
+        axes.plot(sent, at, "o", color=colours.LAYERS[kind], markersize=6)
+        text = f"{row['program']}: {sent:,.0f}"
+        axes.text(sent * 1.08, at, text, va="center", fontsize=base.FONT - 2, color=colours.INK)
     axes.set_xscale("log")
     axes.set_xlim(right=4 * max(number(r["sent MB"]) or 0.0 for r in rows))
     middles = [i * (len(programs) + 1) + (len(programs) - 1) / 2 for i in range(len(models))]
