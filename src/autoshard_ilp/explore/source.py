@@ -74,13 +74,20 @@ class Source:
         if len(policies) < 2:
             return policies
         kept = [policies[0]]
+
+        def differs(policy: str) -> bool:
+            wanted = operations(self.step(policy, progress))
+            return all(operations(self.step(k, progress)) != wanted for k in kept)
+
         for policy in policies[1:]:
             step = self.step(policy, progress)
             if not recomputed_layers(step.graph):
                 continue
-            rest = kept[-1] if ":" not in kept[-1] else kept[-1].partition(":")[0]
-            kept += [str(Policy(policy, k, rest)) for k in blocks_between(step.blocks)] if between else []
-            kept.append(policy)
+            rest = kept[-1].partition(":")[0]
+            fewer = [str(Policy(policy, k, rest)) for k in blocks_between(step.blocks)] if between else []
+            for one in (*fewer, policy):
+                if differs(one):
+                    kept.append(one)
         return tuple(kept)
 
     def step(self, policy: str, progress: Any) -> Any:
@@ -91,6 +98,11 @@ class Source:
             with progress.stage("graph"):
                 self.steps[policy] = graph_of(self.infos, policy, self.while_trip_count)
         return self.steps[policy]
+
+
+def operations(step: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """What a step computes and from what; equal for policies that recompute the same."""
+    return [(op.primitive, tuple(op.inputs)) for op in step.graph.ops]
 
 
 def blocks_between(blocks: int) -> list[int]:
