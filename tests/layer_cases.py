@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,8 @@ import numpy as np
 from keras import layers
 
 import autoshard_ilp as autoshard
-import autoshard_ilp.program
-from autoshard_ilp.program.model import Edge, Node, Program
 from profiles_for_tests import toy
+from random_layouts import at_random
 
 BATCH, CLASSES = 8, 4
 VECTOR, SEQUENCE, IMAGE, VOLUME = (16,), (8, 8), (8, 8, 4), (4, 4, 4, 4)
@@ -342,28 +341,6 @@ CASES: dict[str, Case] = {
     "RandomZoom": picture(lambda: layers.RandomZoom(0.3, seed=1)),
     "Solarization": picture(lambda: layers.Solarization(seed=1)),
 }
-
-
-@contextlib.contextmanager
-def at_random(seed: int) -> Iterator[None]:
-    """Plans made here take strategies drawn at random; what the program forbids stays forbidden."""
-    rng, really = np.random.default_rng(seed), autoshard_ilp.program.solve
-
-    def solve(program: Program, solver: Any, **more: Any) -> Any:
-        nodes = tuple(
-            Node(n.name, np.where(np.isfinite(n.costs), rng.random(len(n.costs)), np.inf)) for n in program.nodes
-        )
-        edges = tuple(
-            Edge(e.u, e.v, e.u_labels, e.v_labels, np.where(np.isfinite(e.table), 0.0, np.inf), e.bytes)
-            for e in program.edges
-        )
-        return really(Program(nodes, edges, program.lifetimes, None), solver, **more)
-
-    autoshard_ilp.program.solve = solve  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        autoshard_ilp.program.solve = really
 
 
 def plan_of(model: Any, batch: Any, mesh: dict[str, int], seed: int | None = None, **options: Any) -> autoshard.Plan:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.program import brute_force, minimum_capacity, solve
+from autoshard_ilp.program.mathopt import solve_mathopt
 from autoshard_ilp.program.model import Lifetimes, Program, SolverOptions
-from program_cases import programs
+from program_cases import programs, random_program
 
 MIB = 2**20
 
@@ -48,6 +49,17 @@ def test_the_solver_is_exact_with_bytes_on_the_chip(program: Program, size: int,
         lower, upper, _ = minimum_capacity(program, SolverOptions())
         least = min(program.peak(c) for c in itertools.product(*sizes) if np.isfinite(program.cost(c)))
         assert lower <= least <= upper and upper == least
+
+
+def test_the_second_solver_has_bytes_on_the_chip_too() -> None:
+    """At the least capacity: a byte less of it on the chip, and nothing would fit."""
+    _, program = credited(random_program(5, 6, "tree", "plain", forbidden=0.0, memory=True), 20)
+    least, _, _ = minimum_capacity(program, SolverOptions())
+    program = replace(program, capacity=least)
+    expected, found = brute_force(program), solve_mathopt(program, SolverOptions())
+    assert expected.status == found.status == "optimal"
+    assert found.objective == pytest.approx(expected.objective, rel=1e-6)
+    assert found.peak_bytes <= least
 
 
 def model() -> Any:

@@ -354,6 +354,8 @@ class _Run:
             args = [self.read(frame, op, i) for i in range(len(op.inputs))]
             if op.primitive == "conv_general_dilated":
                 args = self.whole_windows(op, args)
+            elif op.primitive.startswith("scatter"):
+                args = self.rows_made_before(op, args)
         if op.primitive == "optimization_barrier":
             outs = list(jax.lax.optimization_barrier(tuple(args)))
         elif op.primitive == "sharding_constraint":
@@ -400,6 +402,19 @@ class _Run:
             layouts.append(layout)
         sizes = [plan.mesh.shape[name] for name in plan.axis_names]
         return axes_of_factors(view, rule_for(view), layouts, plan.axis_names, sizes)
+
+    def rows_made_before(self, op: Op, args: list[Any]) -> list[Any]:
+        """Finishes the operand of a scatter of one index per device before the scatter, where its rows are sharded.
+
+        XLA makes a slice of such a scatter. Where the operand is cut out of a larger array just before, its simplifier
+        joins both slices and forgets to clamp the second: a device that does not hold the row overwrites another one.
+        """
+        layout = self.plan.decisions.operands.get((op.id, 0), self.plan.layout(op.inputs[0]))
+        rows = op.params["dimension_numbers"].scatter_dims_to_operand_dims
+        indices = math.prod(self.graph.tensors[op.inputs[1]].shape[:-1])
+        if indices > self.plan.mesh.size or (layout is not None and not set(layout) & set(rows)):
+            return args
+        return [jax.lax.optimization_barrier(args[0]), *args[1:]]
 
     def whole_windows(self, op: Op, args: list[Any]) -> list[Any]:
         """Keeps the image whole in a convolution whose window is as large as its result (a kernel gradient).

@@ -38,6 +38,10 @@ class Failure:
     solution: Any
     pinned: Pinned
 
+    def without_tables(self) -> Failure:
+        """Only that it failed: between policies that is all that matters, and the tables hold much memory."""
+        return replace(self, table=None, built=None)
+
 
 @dataclass(frozen=True, eq=False)
 class Priced:

@@ -49,7 +49,7 @@ def _search(
             graph = step(policy)
         known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds}
         answer = attempt(graph, traced, request, progress, **known)
-        return answer if policy in policies else without_tables(answer)
+        return answer if isinstance(answer, Plan) or policy in policies else answer.without_tables()
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
     found = search(policies, tried, blocks, limit, share=recomputed_share, dear=memory_share)
@@ -64,11 +64,6 @@ def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **op
     if isinstance(found, Failure):
         raise infeasible([found], request)
     return found
-
-
-def without_tables(answer: Plan | Failure) -> Plan | Failure:
-    """A failure of the search between policies says only that it failed: its tables would hold much memory."""
-    return answer if isinstance(answer, Plan) else replace(answer, table=None, built=None)
 
 
 def with_history(plan: Plan, policies: Sequence[str], failures: Sequence[Failure]) -> Plan:

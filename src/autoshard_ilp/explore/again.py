@@ -271,6 +271,9 @@ class FailedProblem(Failure):
 
     problem: Problem | None
 
+    def without_tables(self) -> FailedProblem:
+        return replace(self, table=None, built=None, problem=None)
+
 
 def failure_of(problem: Problem, solution: Any) -> FailedProblem:
     """A problem without a solution, as :func:`autoshard_ilp.infeasible.infeasible` explains it."""

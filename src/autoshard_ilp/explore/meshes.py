@@ -262,7 +262,7 @@ class Search:
             solution = self._watched(solved(problem, self.progress, known, seconds))
             if solution.choices is None or solution.status == "infeasible":
                 failed = failure_of(problem, solution)
-                return failed if policy in self.policies else replace(failed, table=None, built=None, problem=None)
+                return failed if policy in self.policies else failed.without_tables()
             plan = plan_of(problem, solution, Progress(False), self.source)
             solutions[plan.remat_policy] = (problem, solution)
             return plan

@@ -62,23 +62,20 @@ class Source:
         return reprice(self.step(policy, progress), self.infos, request, progress)
 
     def different(self, policies: tuple[str, ...], progress: Any, between: bool = False) -> tuple[str, ...]:
-        """The policies without those that change nothing, because there is nothing to recompute.
+        """The policies without those that change nothing, or nothing that another one does not.
 
         Args:
             policies: in order.
             progress: an :class:`autoshard_ilp.progress.Progress`.
             between: with several policies, also some that recompute only the first blocks.
         """
+        from autoshard_ilp.placement import fingerprint
         from autoshard_ilp.remat import Policy, recomputed_layers
 
         if len(policies) < 2:
             return policies
         kept = [policies[0]]
-
-        def differs(policy: str) -> bool:
-            wanted = operations(self.step(policy, progress))
-            return all(operations(self.step(k, progress)) != wanted for k in kept)
-
+        seen = {fingerprint(self.step(policies[0], progress).graph)}
         for policy in policies[1:]:
             step = self.step(policy, progress)
             if not recomputed_layers(step.graph):
@@ -86,8 +83,10 @@ class Source:
             rest = kept[-1].partition(":")[0]
             fewer = [str(Policy(policy, k, rest)) for k in blocks_between(step.blocks)] if between else []
             for one in (*fewer, policy):
-                if differs(one):
+                graph = fingerprint(self.step(one, progress).graph)
+                if graph not in seen:
                     kept.append(one)
+                    seen.add(graph)
         return tuple(kept)
 
     def step(self, policy: str, progress: Any) -> Any:
@@ -98,11 +97,6 @@ class Source:
             with progress.stage("graph"):
                 self.steps[policy] = graph_of(self.infos, policy, self.while_trip_count)
         return self.steps[policy]
-
-
-def operations(step: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """What a step computes and from what; equal for policies that recompute the same."""
-    return [(op.primitive, tuple(op.inputs)) for op in step.graph.ops]
 
 
 def blocks_between(blocks: int) -> list[int]:

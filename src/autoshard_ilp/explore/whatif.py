@@ -115,9 +115,7 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
 
     def tried(policy: str, seconds: float) -> Any:
         answer = _again(plan, known.get(policy), policy, request, progress, seconds)
-        if isinstance(answer, Plan) or policy in policies:
-            return answer
-        return replace(answer, table=None, built=None, problem=None)  # only that it failed matters
+        return answer if isinstance(answer, Plan) or policy in policies else answer.without_tables()
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
     found = search(policies, tried, blocks, limit, share=recomputed_share, dear=memory_share)

@@ -41,7 +41,7 @@ class Tree:
 
     def __init__(self, owner: Constrained, net: Net, prices: np.ndarray) -> None:
         self.owner, self.search = owner, owner.search
-        size = sum(len(net.alive[v]) for v in net.live)
+        size = net.size()["strategies"]
         self.open = [Branch(self.search.lower, 0, net, prices, size)]
         self.count = 0
         self.least_closed = math.inf  # bound of what was closed within the tolerance
@@ -73,10 +73,10 @@ class Tree:
     def _node(self, branch: Branch) -> tuple[list[int], Branch | None]:
         """Bound one branch and split it. Returns times to add, and the child to look at next."""
         net, size = branch.net, branch.size
-        now = sum(len(net.alive[v]) for v in net.live)
+        now = net.size()["strategies"]
         if now < SHRINK * size:
             self.search.presolve(net, 99, CELLS, self.owner.capacity)
-            now = sum(len(net.alive[v]) for v in net.live)
+            now = net.size()["strategies"]
             size = now
         if not net.live:
             return self.owner.settle(net, whole=False), None
@@ -129,12 +129,12 @@ def split(dual: Dual) -> tuple[Net, Net]:
         for v in sorted((v for v in net.live if pair[0][v] != pair[1][v]), key=lambda v: (-len(net.alive[v]), v)):
             like = _like(net, v, int(pair[1][v]))
             if like.any() and not like.all():
-                return _keep(net, v, like), _keep(net, v, ~like)
+                return net.only(v, like), net.only(v, ~like)
     v = max(net.live, key=lambda w: (len(net.alive[w]), -w))
     cost = net.cost[v][net.alive[v]]
     half = np.zeros(len(cost), bool)
     half[np.argsort(cost, kind="stable")[: max(1, len(cost) // 2)]] = True
-    return _keep(net, v, half), _keep(net, v, ~half)
+    return net.only(v, half), net.only(v, ~half)
 
 
 def _heaviest(dual: Dual, over: np.ndarray, under: np.ndarray) -> tuple[Net, Net] | None:
@@ -162,21 +162,12 @@ def _heaviest(dual: Dual, over: np.ndarray, under: np.ndarray) -> tuple[Net, Net
         return None
     v, number, low = parts
     if v >= 0:
-        return _keep(net, v, low), _keep(net, v, ~low)
+        return net.only(v, low), net.only(v, ~low)
     below, above = net.copy(), net.copy()
     f = net.factors[number]
     for part, mask in ((below, low), (above, ~low)):
         part.replace(number, Factor(f.scope, f.labels, np.where(mask, f.table, np.inf), f.used))
     return below, above
-
-
-def _keep(net: Net, v: int, mask: np.ndarray) -> Net:
-    """A copy in which ``v`` has only those of its strategies alive (bool)."""
-    part = net.copy()
-    cost = part.cost[v].copy()
-    cost[part.alive[v][~mask]] = np.inf
-    part.set_cost(v, cost)
-    return part
 
 
 def _like(net: Net, v: int, choice: int) -> np.ndarray:

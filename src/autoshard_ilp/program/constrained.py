@@ -49,7 +49,8 @@ class Constrained:
     @staticmethod
     def small(net: Net) -> bool:
         """Few enough variables for CP-SAT to finish quickly."""
-        return sum(f.table.size for f in net.factors.values()) + sum(len(net.alive[v]) for v in net.live) < SMALL
+        size = net.size()
+        return size["cells"] + size["strategies"] < SMALL
 
     def remember(self, choices: np.ndarray) -> None:
         """Keep a plan for cuts and combinations, unless one of its choices alone can never fit."""

@@ -18,7 +18,7 @@ from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
 from autoshard_ilp.program.presolve import Presolve
-from autoshard_ilp.program.strong import StrongBranching, strategies_left
+from autoshard_ilp.program.strong import StrongBranching
 
 # Most neighbours and most table cells of an eliminated node, round by round.
 ROUNDS = (
@@ -81,8 +81,8 @@ def core_plan(messages: Messages, plans: list[np.ndarray], deadline: float) -> n
 
 def can_branch(net: Net) -> bool:
     """Whether trying every strategy of a node takes little time."""
-    cells = sum(f.table.size for f in net.factors.values())
-    return cells * strategies_left(net) <= TRIED * len(net.live)
+    size = net.size()
+    return size["cells"] * size["strategies"] <= TRIED * size["nodes"]
 
 
 @dataclass
@@ -94,7 +94,6 @@ class Descent:
         prove: callback for lower bounds in seconds.
         done: True when the gap asked for is reached.
         deadline: monotonic seconds.
-        removed: told per node the strategies that cannot be in an assignment cheaper than what ``offer`` returned.
         rounds: most neighbours and most table cells of an eliminated node, round by round.
     """
 
@@ -102,9 +101,8 @@ class Descent:
     prove: Callable[[float], None]
     done: Callable[[], bool]
     deadline: float
-    removed: Callable[[dict[int, np.ndarray]], None] | None = None
     rounds: Sequence[tuple[int, int]] = ROUNDS
-    branching: StrongBranching | None = None
+    branching: StrongBranching | None = field(default=None, init=False)
     log: list[dict[str, Any]] = field(default_factory=list)
     presolve_seconds: float = 0.0  # of all rounds
 
@@ -164,6 +162,4 @@ class Descent:
                 upper = self.offer(core)
                 messages.sweep(upper)
                 self.prove(messages.bound)
-        if self.removed is not None:
-            self.removed(messages.ruled_out())
         return messages.apply(), upper, sweeps

@@ -21,11 +21,13 @@ from autoshard_ilp._ortools import load_mathopt
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.program.memory import Owners
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
+from autoshard_ilp.program.onchip import chip_aside
 from autoshard_ilp.program.solve import check
 
 SOLVERS = ("highs", "scip")
 
 
+@chip_aside
 def solve_mathopt(program: Program, options: SolverOptions, solver: str = "highs") -> Solution:
     """Solve with another solver, for comparison; meant for programs of up to some ten thousand table cells.
 

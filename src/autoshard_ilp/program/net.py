@@ -181,6 +181,14 @@ class Net:
             "cells": int(sum(f.table.size for f in self.factors.values())),
         }
 
+    def only(self, v: int, mask: np.ndarray) -> Net:
+        """A copy in which ``v`` has only those of its strategies alive (bool)."""
+        part = self.copy()
+        cost = part.cost[v].copy()
+        cost[part.alive[v][~mask]] = np.inf
+        part.set_cost(v, cost)
+        return part
+
 
 def build_net(
     program: Program,

@@ -2,16 +2,34 @@
 
 The solvers know one capacity for all instants. For them the later instants hold V more and the capacity is C + V
 (:func:`shifted`); what they tell of peaks is V too much (:func:`told`). There is one later instant at least, and it
-holds no fewer bytes than zero, so that peaks are the same but for V.
+holds no fewer bytes than zero, so that peaks are the same but for V. :func:`chip_aside` does both around a solver.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 
 from autoshard_ilp.program.model import Edge, Lifetimes, Program, Solution
+
+P = ParamSpec("P")
+Solver = Callable[Concatenate[Program, P], Solution]
+
+
+def chip_aside(solver: Solver[P]) -> Solver[P]:
+    """The solver, for programs with memory on the chip too; it sees none itself."""
+
+    @functools.wraps(solver)
+    def solve(program: Program, *args: P.args, **kwargs: P.kwargs) -> Solution:
+        if not program.on_chip_bytes:
+            return solver(program, *args, **kwargs)
+        return told(solver(shifted(program), *args, **kwargs), program)
+
+    return solve
 
 
 def shifted(program: Program) -> Program:

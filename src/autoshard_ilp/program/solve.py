@@ -23,6 +23,7 @@ from autoshard_ilp.program.cpsat import CpOptions, solve_net
 from autoshard_ilp.program.large.route import solve_in_turn
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
+from autoshard_ilp.program.onchip import chip_aside
 from autoshard_ilp.program.search import PROOF, Search
 
 
@@ -58,6 +59,7 @@ def check(program: Program, hint: np.ndarray | None) -> None:
             raise InputShapeError(f"A hint is one valid strategy per node. Received: shape {np.shape(hint)}.")
 
 
+@chip_aside
 def solve(
     program: Program,
     options: SolverOptions,

@@ -56,12 +56,7 @@ class Branch:
     bound: float
     number: int
     net: Net = field(compare=False)
-    size: int = field(compare=False)
-
-
-def strategies_left(net: Net) -> int:
-    """Strategies alive in all nodes."""
-    return sum(len(net.alive[v]) for v in net.live)
+    size: float = field(compare=False)
 
 
 def excess(messages: Messages, choices: np.ndarray) -> dict[tuple[int, ...], float]:
@@ -188,14 +183,14 @@ class StrongBranching:
 
     def _push(self, bound: float, net: Net, size: float) -> None:
         self.number += 1
-        heapq.heappush(self.open, Branch(bound, self.number, net, int(min(size, 2**62))))
+        heapq.heappush(self.open, Branch(bound, self.number, net, size))
 
     def _expand(self, branch: Branch) -> None:
         """Bound one branch, look for plans in it, and split it."""
         net, size = branch.net, branch.size
-        if strategies_left(net) < SHRINK * size:
+        if net.size()["strategies"] < SHRINK * size:
             Presolve(net, max_degree=99, max_cells=CELLS, deadline=self.deadline).run()
-            size = strategies_left(net)
+            size = net.size()["strategies"]
         if not net.live:
             self.upper = self.offer(net.complete(np.zeros(len(net.cost), np.int64)))
             return
@@ -214,8 +209,5 @@ class StrongBranching:
             return
         parent = messages.apply()
         for s, bound in zip(best.strategies.tolist(), best.bounds.tolist(), strict=True):
-            part = parent.copy()
-            cost = np.full(len(part.cost[best.node]), np.inf)
-            cost[s] = part.cost[best.node][s]
-            part.set_cost(best.node, cost)
+            part = parent.only(best.node, parent.alive[best.node] == s)
             self._push(max(branch.bound, bound), part, size)
