@@ -5,6 +5,7 @@ Values stay of the size of one, and integers small, so that rounding does not gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from random_operations import FAMILIES
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 MOST_ELEMENTS = 4096
@@ -36,6 +39,26 @@ class Draw:
 
     def indices(self, below: int, *shape: int) -> Any:
         return jnp.asarray(self.rng.integers(0, below, shape), jnp.int32)
+
+
+class WideDraw(Draw):
+    """Draws for :mod:`random_operations`; integers come from an argument of the program."""
+
+    def __init__(self, seed: int, values: list[Any], sizes: list[int], integers: Any) -> None:
+        super().__init__(seed, values, sizes)
+        self.integers = integers
+
+    def one(self, choices: Sequence[Any]) -> Any:
+        return choices[self.below(len(choices))]
+
+    def indices(self, below: int, *shape: int) -> Any:
+        count = math.prod(shape)
+        start = self.below(len(self.integers))
+        return jnp.resize(jnp.roll(self.integers, start), (count,)).reshape(shape) % max(below, 1)
+
+    def shaped(self, *shape: int) -> Any:
+        """Numbers of a value in another shape."""
+        return jnp.resize(self.value().reshape(-1), shape)
 
 
 def _elementwise(d: Draw) -> Any:
@@ -143,3 +166,33 @@ def program(seed: int, length: int = 10, choice: Sequence[int] = SIZES) -> tuple
         return *jax.tree.map(lambda x, g: x - 0.1 * g, arguments, gradients), value
 
     return (update if seed % 3 == 0 else forward), args
+
+
+def wide_program(
+    seed: int, length: int = 6, families: Sequence[str] = tuple(FAMILIES)
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """As :func:`program`, of operations of all ``families``; every second one is a training step."""
+    rng = np.random.default_rng(seed)
+    sizes = [int(n) for n in rng.choice(SIZES[1:], 3)]
+    shapes = [tuple(int(n) for n in rng.choice(sizes, rng.integers(1, 4))) for _ in range(rng.integers(1, 4))]
+    args = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    integers = jnp.asarray(rng.integers(0, 1000, int(rng.choice([5, 8, 12, 16]))), jnp.int32)
+
+    def forward(counts: Any, *arguments: Any) -> tuple[Any, ...]:
+        draw = WideDraw(seed, list(arguments), sizes, counts)
+        for _ in range(length):
+            found = FAMILIES[families[draw.below(len(families))]](draw)
+            found = found / (1 + jnp.abs(found) * 0.1) if found.dtype == jnp.float32 else found
+            if found.size <= MOST_ELEMENTS:
+                draw.values.append(found)
+        return draw.values[-1], draw.values[draw.below(len(draw.values))]
+
+    def update(counts: Any, *arguments: Any) -> tuple[Any, ...]:
+        def loss(values: tuple[Any, ...]) -> Any:
+            found = forward(counts, *values)
+            return sum(jnp.mean(x) for x in found if x.dtype == jnp.float32 and x.size) + 0.0 * jnp.sum(values[0])
+
+        value, gradients = jax.value_and_grad(loss)(arguments)
+        return *jax.tree.map(lambda x, g: x - 0.1 * g, arguments, gradients), value
+
+    return (update if seed % 2 else forward), (integers, *args)

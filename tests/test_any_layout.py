@@ -100,3 +100,12 @@ def test_a_loop_that_its_data_ends_is_known():
 
 def test_nothing_to_scatter_of_an_empty_dimension():
     check(lambda a: a @ jnp.zeros((4, 8)) + a.sum(), (normal(0, 4),), TWO, range(3))
+
+
+def test_a_batch_of_loops_ends_row_by_row():
+    """``vmap`` makes a loop whose condition has one answer per row; JAX adds the rest when it lowers it."""
+
+    def halved(a):
+        return jax.vmap(lambda row: jax.lax.while_loop(lambda s: jnp.sum(s) > 1, lambda s: s * 0.5, jnp.abs(row)))(a)
+
+    check(halved, (normal(16, 8),), TWO, range(2))

@@ -253,6 +253,29 @@ def test_trainable_is_changed_after_planning() -> None:
     assert_on_plan(model, plan)
 
 
+def test_a_learning_rate_becomes_a_schedule() -> None:
+    """The optimizer has a variable less then; a schedule in place of another one is followed."""
+    decays = [keras.optimizers.schedules.ExponentialDecay(rate, 2, 0.5) for rate in (0.1, 0.01)]
+    model = seeded(mlp)
+    plan_for(model, (X, Y)).apply(model)
+    fitted(model, X, Y)
+    before = snapshot(model)
+    model.optimizer.learning_rate = decays[0]
+    with pytest.raises(autoshard.PlanMismatchError, match="optimizer variables instead of"):
+        fitted(model, X, Y)
+    assert_untouched(before)
+    model, alone = seeded(mlp), seeded(mlp)
+    for m in (model, alone):
+        cases.compiled(m, keras.optimizers.SGD(decays[0]))
+    plan_for(model, (X, Y)).apply(model)
+    for m in (model, alone):
+        fitted(m, X, Y)
+        m.optimizer.learning_rate = decays[1]
+    alone.make_train_function(force=True)  # Keras itself would go on with the rates that it has compiled
+    assert_close(fitted(model, X, Y)["loss"], fitted(alone, X, Y)["loss"])
+    assert_close(values(model), values(alone))
+
+
 @pytest.mark.slow
 def test_compiled_again_with_other_options_of_the_same_step() -> None:
     model, alone = seeded(mlp), seeded(mlp)

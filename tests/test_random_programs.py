@@ -6,10 +6,11 @@ import pytest
 
 import autoshard_ilp as autoshard
 from dear_compute import dear_compute
-from random_programs import program
+from random_programs import program, wide_program
 from test_any_layout import plan_at_random
 
 MESHES = ({"x": 8}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2}, {"x": 3, "y": 2}, {"z": 2, "one": 1, "a": 4})
+WIDE_MESHES = ({"x": 3, "y": 2}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2}, {"x": 8}, {"x": 5})
 SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 160)]
 
 
@@ -27,6 +28,15 @@ def test_any_layout_of_a_random_program_gives_the_numbers_of_one_device(seed):
     got = found.jit()(*args)
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     jax.tree.map(compare, got, expected)
+
+
+@pytest.mark.parametrize("seed", [*range(12), *SLOW])
+def test_any_layout_of_operations_of_every_family(seed):
+    """Of what the other tests draw rarely or never: all kinds of indices, windows, loops, branches and dtypes."""
+    fn, args = wide_program(seed, length=2 if seed < 100 else 6)
+    expected = jax.jit(fn)(*args)
+    found = plan_at_random(fn, args, WIDE_MESHES[seed % len(WIDE_MESHES)], seed)
+    jax.tree.map(compare, found.jit()(*args), expected)
 
 
 @pytest.mark.parametrize("seed", [*range(20, 26), *SLOW])

@@ -118,6 +118,11 @@ def run_jaxpr(closed_jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return list(jax.core.eval_jaxpr(jaxpr, consts, *args))
 
 
+def decides_by_element(eqn: Any) -> bool:
+    """Whether a ``while`` equation ends for every element of a batch by itself (``vmap`` makes such loops)."""
+    return bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
+
+
 def bind_equation(eqn: Any, args: Sequence[Any], name_stack: Any, mesh: Any = None) -> list[Any]:
     """Runs one equation on ``args`` under its own source line, name stack and context.
 

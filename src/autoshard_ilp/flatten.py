@@ -127,7 +127,7 @@ class _Flattener:
             return self.inline(jaxpr, self.constants(jaxpr, values, ctx), inputs, self.below(eqn, ctx))
         if name == "scan":
             return self.scan(eqn, inputs, ctx)
-        if name == "while":
+        if name == "while" and not compat.decides_by_element(eqn):
             return self.while_loop(eqn, inputs, ctx)
         if name == "cond" and eqn.params.get("branches_platforms") is None:
             return self.cond(eqn, inputs, ctx)

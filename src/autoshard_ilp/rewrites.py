@@ -16,6 +16,9 @@ the logits of a language model over a whole vocabulary for the sake of its accur
 that an all-reduce of one number per row combines: the extreme, and the first place that holds it (or a NaN)::
 
     argmax(x) = min over places where x == max(x) or x != x
+
+**Loops that end for every element of a batch by itself** (``vmap`` of ``lax.while_loop``) go on while any element does,
+and keep what has ended. JAX does so only when it lowers them.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-REWRITTEN = frozenset({"conv_general_dilated", "argmax", "argmin"})
+from autoshard_ilp import _jax_compat as compat
+
+REWRITTEN = frozenset({"conv_general_dilated", "argmax", "argmin", "while"})
 
 #: Output positions up to which a batch-grouped convolution becomes one product per position (7 x 7 kernels do).
 MAX_POSITIONS = 64
@@ -42,6 +47,8 @@ def rewrite(primitive: str, params: Mapping[str, Any], out_shape: Sequence[int])
         params: its parameters.
         out_shape: shape of its first result.
     """
+    if primitive == "while":
+        return lambda *operands: _until_all_end(operands, params)
     if primitive in ("argmax", "argmin"):
         return lambda x: _place_of_extreme(x, params, largest=primitive == "argmax")
     if primitive != "conv_general_dilated" or params["batch_group_count"] == 1:
@@ -50,6 +57,25 @@ def rewrite(primitive: str, params: Mapping[str, Any], out_shape: Sequence[int])
     if math.prod(positions) > MAX_POSITIONS:
         return lambda lhs, rhs: _feature_grouped(lhs, rhs, params)
     return lambda lhs, rhs: _product_per_position(lhs, rhs, params, positions)
+
+
+def _until_all_end(operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """A loop over a batch whose condition has one answer per element."""
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    for_condition, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
+
+    def goes_on(carried: Any) -> Any:
+        return compat.run_jaxpr(params["cond_jaxpr"], [*for_condition, *carried])[0]
+
+    def body(carried: Any) -> Any:
+        ahead, still = compat.run_jaxpr(params["body_jaxpr"], [*for_body, *carried]), goes_on(carried)
+
+        def kept(new: Any, old: Any) -> Any:
+            return jnp.where(jnp.expand_dims(still, tuple(range(still.ndim, new.ndim))), new, old)
+
+        return [kept(new, old) for new, old in zip(ahead, carried, strict=True)]
+
+    return list(lax.while_loop(lambda c: jnp.any(goes_on(c)), body, list(operands[n_cond + n_body :])))
 
 
 def _place_of_extreme(x: Any, params: Mapping[str, Any], *, largest: bool) -> Any:

@@ -132,6 +132,14 @@ def state_variables(model: Any, mode: str) -> StateVariables:
     return tuple(list(variables[kind]()) for kind in GROUPS[mode])
 
 
+def optimizer_parts(model: Any) -> tuple[Any, ...]:
+    """What decides what a model's optimizer computes: itself, its variables, its learning rate or schedule."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return ()
+    return (optimizer, getattr(optimizer, "_learning_rate", None), *optimizer.variables)
+
+
 def seed_variable_ids(model: Any) -> set[int]:
     """``id`` of every variable that is the state of a ``keras.random.SeedGenerator`` of the model or its layers."""
     return {id(g.state) for layer in model._flatten_layers() for g in getattr(layer, "_seed_generators", ())}

@@ -246,7 +246,7 @@ def _signature(model: Any) -> tuple[Any, ...]:
     layers = model._flatten_layers()
     return (
         *_flat(ki.state_variables(model, "predict")),
-        getattr(model, "optimizer", None),
+        *ki.optimizer_parts(model),
         getattr(model, "_compile_loss", None),
         getattr(model, "_compile_metrics", None),
         *(part for layer in layers for part in (layer, layer.dtype_policy.name, layer.trainable)),
