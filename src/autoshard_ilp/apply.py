@@ -25,10 +25,21 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp import manual, ties
+from autoshard_ilp.costs.combining import THRESHOLD_BYTES
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
+from autoshard_ilp.order import order_of
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape, replicated, to_partition_spec
+from autoshard_ilp.sharding import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    divides,
+    local_bytes,
+    local_shape,
+    replicated,
+    to_partition_spec,
+)
 
 
 @dataclass(frozen=True)
@@ -120,8 +131,9 @@ class _Plan:
     ) -> None:
         self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
         self.marked = marked
-        on_tpu = compat.platform_of(mesh) == "tpu"
-        self.gradients = _gradients(graph) if on_tpu else frozenset()
+        platform = compat.platform_of(mesh)
+        self.gradients = _gradients(graph) if platform == "tpu" else frozenset()
+        self.order = order_of(graph, platform)
         self.schedule = graph.schedule()
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
         self._latest: dict[int, int] | None = None
@@ -211,6 +223,7 @@ class _Frame:
         self.values: dict[int, Any] = {}
         self.copies: dict[tuple[int, Layout], tuple[Any, Op]] = {}  # with the operation that was the last to read it
         self.ties: dict[int, Any] = {}  # anchor -> scalar that is known once the anchor is
+        self.computed: dict[int, Any] = {}  # op whose result something waits for -> scalar known once that is computed
 
     def get(self, tensor: int) -> Any:
         frame: _Frame | None = self
@@ -351,7 +364,7 @@ class _Run:
 
     def equation(self, op: Op, frame: _Frame) -> None:
         with compat.under_name_stack(self.plan.stack(op)):
-            args = [self.read(frame, op, i) for i in range(len(op.inputs))]
+            args = [self.in_order(frame, op, i, self.read(frame, op, i)) for i in range(len(op.inputs))]
             if op.primitive == "conv_general_dilated":
                 args = self.whole_windows(op, args)
             elif op.primitive.startswith("scatter"):
@@ -361,15 +374,47 @@ class _Run:
         elif op.primitive == "sharding_constraint":
             outs = args  # the plan replaces constraints written for another mesh
         else:
-            outs = self.bind(op, args)
+            outs = self.bind(op, args, frame)
         with compat.under_name_stack(self.plan.stack(op)):
             for j, out in enumerate(outs):
                 self.write(frame, op, j, out)
+            self.note_computed(op, frame)
 
-    def bind(self, op: Op, args: list[Any]) -> list[Any]:
+    def note_computed(self, op: Op, frame: _Frame) -> None:
+        """Remembers how to wait for a gradient that was not looked at before its reduction."""
+        if op.id not in self.plan.order.gradients or op.id in frame.computed:
+            return
+        value, at = frame.get(op.outputs[0]), self.plan.sharding(op.outputs[0])
+        sums, alone = self.partial_sums(op)
+        if at is not None and (alone or not sums) and ties.is_even(at, value.shape):
+            frame.computed[op.id] = ties.never(value, at.spec, self.plan.mesh)
+
+    def partial_sums(self, op: Op) -> tuple[bool, bool]:
+        """Whether devices hold partial sums of an operation's result, and whether these are scattered by a collective
+        of their own: too large to be combined with others, and to be held until it suits the scheduler."""
+        plan, tensor = self.plan, self.graph.tensors[op.outputs[0]]
+        operands = [plan.decisions.operands.get((op.id, i), plan.layout(t)) for i, t in enumerate(op.inputs)]
+        left = manual.unreduced(rule_for(replace(self.graph.view(op), params=op.eqn.params)), operands)
+        result = plan.layout(op.outputs[0])
+        if left is None or result is None:
+            return True, False
+        sums, before = left
+        sizes = [plan.mesh.shape[name] for name in plan.axis_names]
+        held = local_bytes(tensor.shape, tensor.itemsize, before, sizes)
+        return bool(sums), any(result[axis] >= 0 for axis in sums) and held > THRESHOLD_BYTES
+
+    def in_order(self, frame: _Frame, op: Op, i: int, value: Any) -> Any:
+        """Operand i of ``op``, not to be had before the weight gradients that come before it."""
+        for gradient in self.plan.order.waits.get((op.id, i), ()):
+            known = frame.computed.get(gradient)
+            if known is not None:
+                value = ties.tied(value, known)
+        return value
+
+    def bind(self, op: Op, args: list[Any], frame: _Frame) -> list[Any]:
         """Results of an equation; device by device where XLA's partitioner would gather what the rule shards."""
         view = replace(self.graph.view(op), params=op.eqn.params)
-        out = self.reduced(op, view, args)
+        out = self.reduced(op, view, args, frame)
         if out is not None:
             return [out]
         if runs_locally(view):
@@ -379,15 +424,28 @@ class _Run:
                     return run_locally(compat.binder(op.eqn, self.plan.mesh), view, rule, args, self.plan.mesh, axes_of)
         return compat.bind_equation(op.eqn, args, self.plan.stack(op), self.plan.mesh)
 
-    def reduced(self, op: Op, view: OpView, args: list[Any]) -> Any | None:
+    def reduced(self, op: Op, view: OpView, args: list[Any], frame: _Frame) -> Any | None:
         """The result of an operation whose partial sums are scattered or left partial; None for any other."""
         plan = self.plan
         if not manual.runs_partial(view):
             return None
         operands = [plan.decisions.operands.get((op.id, i), plan.layout(t)) for i, t in enumerate(op.inputs)]
         layouts = (operands, plan.decisions.results.get((op.id, 0)))
+        waited_for = op.id in plan.order.gradients and not self.partial_sums(op)[1]
         with compat.like_equation(op.eqn, plan.stack(op)):
-            return manual.run(op.eqn.primitive.bind, view, rule_for(view), args, layouts, plan.mesh, plan.axis_names)
+            out = manual.run(
+                op.eqn.primitive.bind,
+                view,
+                rule_for(view),
+                args,
+                layouts,
+                plan.mesh,
+                plan.axis_names,
+                looked_at=waited_for,
+            )
+        if waited_for and out is not None:
+            out, frame.computed[op.id] = out
+        return out
 
     def axes_of(self, op: Op, view: OpView) -> dict[str, tuple[str, ...]] | None:
         """Mesh axes of every factor that the decided layouts shard; None where some operand has no decided layout."""

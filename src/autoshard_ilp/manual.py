@@ -95,6 +95,8 @@ def run(
     layouts: tuple[Sequence[Layout | None], Layout | None],
     mesh: Any,
     axis_names: Sequence[str],
+    *,
+    looked_at: bool = False,
 ) -> Any | None:
     """An operation whose partial sums are scattered or left partial, device by device.
 
@@ -105,16 +107,19 @@ def run(
         layouts: of the operands, and of the one result.
         mesh: ``jax.sharding.Mesh`` or ``AbstractMesh``.
         axis_names: the mesh axis behind each entry of a layout.
+        looked_at: also return :func:`never_known_before` of one device's own result, before any reduction. Partial sums
+            are then added up over devices here, too.
 
     Returns:
-        The result in its layout; None where there is nothing to scatter or leave, or dimensions do not divide.
+        The result in its layout; None where there is nothing to scatter or leave (or to add up, if it is looked at), or
+        dimensions do not divide.
     """
     operands, result = layouts
     if not runs_partial(op) or len(op.out_shapes) != 1 or result is None:
         return None
     sums, before = unreduced(rule, operands) or ((), ())
     arrives = any(PARTIAL in layout for layout in operands if layout is not None)
-    if not arrives and all(result[a] == WHOLE for a in sums):
+    if not arrives and all(result[a] == WHOLE for a in sums) and not (looked_at and sums):
         return None
     if any(place != result[a] for a, place in enumerate(before) if a not in sums):
         return None
@@ -132,9 +137,18 @@ def run(
         whole = [part[0] if PARTIAL in layout else part for part, layout in zip(parts, operands, strict=True) if layout]
         out = bind(*whole, **params)
         partial = out[0] if isinstance(out, (list, tuple)) else out
-        return _reduced(partial, sums, result, axis_names, sizes, slice_shape)
+        reduced = _reduced(partial, sums, result, axis_names, sizes, slice_shape)
+        return (reduced, never_known_before(partial)) if looked_at else reduced
 
-    return _mapped(one_device, args, op.in_shapes, operands, op.out_shapes[0], result, mesh, axis_names)
+    return _mapped(
+        one_device, args, op.in_shapes, operands, op.out_shapes[0], result, mesh, axis_names, and_a_scalar=looked_at
+    )
+
+
+def never_known_before(part: Any) -> Any:
+    """A boolean scalar that is always false, but that no compiler can tell before one device's array is there."""
+    first = part[(0,) * part.ndim]
+    return (first != first) & (first == first)
 
 
 def _reduced(
@@ -301,13 +315,18 @@ def _mapped(
     result: Layout,
     mesh: Any,
     axis_names: Sequence[str],
+    *,
+    and_a_scalar: bool = False,
 ) -> Any:
     import jax
+    from jax.sharding import PartitionSpec
 
     in_specs = tuple(
         spec_of(layout, len(shape), axis_names) for layout, shape in zip(operands, in_shapes, strict=True) if layout
     )
-    out_specs = spec_of(result, len(out_shape), axis_names)
+    out_specs: Any = spec_of(result, len(out_shape), axis_names)
+    if and_a_scalar:
+        out_specs = (out_specs, PartitionSpec())
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
 

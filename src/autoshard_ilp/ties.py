@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.costs.memory import VIEWS, analyse
 from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.manual import never_known_before
 
 MIN_ELEMENTS = 128
 """A gradient of fewer elements is no anchor: it may be a sum that is known long before the layer's backward pass."""
@@ -115,12 +116,7 @@ def never(gradient: Any, spec: PartitionSpec, mesh: Any) -> Any:
         spec: its layout.
         mesh: ``jax.sharding.Mesh`` or ``AbstractMesh``.
     """
-
-    def one_device(part: Any) -> Any:
-        first = part[(0,) * part.ndim]
-        return (first != first) & (first == first)
-
-    look = jax.shard_map(one_device, mesh=mesh, in_specs=(spec,), out_specs=PartitionSpec(), check_vma=False)
+    look = jax.shard_map(never_known_before, mesh=mesh, in_specs=(spec,), out_specs=PartitionSpec(), check_vma=False)
     return look(gradient)
 
 

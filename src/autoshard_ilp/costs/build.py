@@ -11,7 +11,8 @@ import numpy as np
 from autoshard_ilp.costs.combining import gathered_together, reduced_together
 from autoshard_ilp.costs.memory import fusible
 from autoshard_ilp.costs.onchip import keep_on_chip, vector_bytes
-from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton
+from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies
+from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.sharding import WHOLE, local_bytes, local_shape
@@ -224,9 +225,13 @@ def _hold_results(
             waiting,
             [(t + 1, end + 1, "gradients", graph.ops[m].scope) for m, end in ends if end > (t := int(buffers.time[m]))],
         )
-    if not account.pads:
+    if account.family != "gpu":
         return
-    padded = copies_for_tiles(graph, representative, cls.strategies, sizes)
+    padded = masked_copies(graph, representative, cls.strategies, sizes)
+    if account.pads:
+        padded += copies_for_tiles(graph, representative, cls.strategies, sizes)
+    else:
+        padded += split_bytes(graph, representative, cls.strategies, sizes)
     times = [(int(buffers.time[m]), graph.ops[m].scope) for m in cls.members]
     hold(padded, [(time, time + 1, "activations", scope) for time, scope in times])
 

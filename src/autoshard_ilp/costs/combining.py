@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from autoshard_ilp.costs.memory import VIEWS, Buffers, fusible
 from autoshard_ilp.graph import Graph
 
@@ -52,14 +50,7 @@ def reduced_together(graph: Graph, buffers: Buffers, family: str) -> dict[int, i
     """Gradient that only updates read -> time at which a combined reduction has all its operands."""
     if family != "gpu":
         return {}
-    only = np.zeros(len(graph.tensors), bool)
-    for op in reversed(graph.ops):
-        ends = op.phase == "update" or op.primitive == "result"
-        passes = (op.primitive in VIEWS or fusible(op)) and bool(op.outputs) and all(only[t] for t in op.outputs)
-        for t in op.inputs:
-            others = graph.tensors[t].consumers
-            last = others[-1][0] == op.id  # reversed order: seen first
-            only[t] = (ends or passes) and (last or bool(only[t]))
+    only = only_updates_read(graph)
     made = [
         op.outputs[0]
         for op in graph.ops
@@ -67,6 +58,19 @@ def reduced_together(graph: Graph, buffers: Buffers, family: str) -> dict[int, i
     ]
     order = sorted(made, key=lambda t: (int(buffers.start[t]), t))
     return {t: int(buffers.start[group[-1]]) for group in _groups(graph, order) for t in group}
+
+
+def only_updates_read(graph: Graph) -> list[bool]:
+    """Per tensor, whether nothing but updates and results read it, directly or through views and elementwise work."""
+    only = [False] * len(graph.tensors)
+    for op in reversed(graph.ops):
+        ends = op.phase == "update" or op.primitive == "result"
+        passes = (op.primitive in VIEWS or fusible(op)) and bool(op.outputs) and all(only[t] for t in op.outputs)
+        for t in op.inputs:
+            others = graph.tensors[t].consumers
+            last = others[-1][0] == op.id  # reversed order: seen first
+            only[t] = (ends or passes) and (last or only[t])
+    return only
 
 
 def _groups(graph: Graph, order: Iterable[int]) -> list[list[int]]:

@@ -12,6 +12,7 @@ minimises memory does so, since an update frees a gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -166,7 +167,10 @@ def _stored(graph: Graph, root: np.ndarray, family: str) -> np.ndarray:
     """Whether each tensor is written to memory (see the module docstring)."""
     readers = _readers(graph, root)
     stored = _needs_buffer(graph, root, readers, family)
-    return _with_dear_ones(graph, root, stored, _read_by_several_kernels(graph, root, stored, readers), family)
+    several = _read_by_several_kernels(graph, root, stored, readers, family)
+    if family == "gpu":
+        several = _last_of_chains(graph, several, readers)
+    return _with_dear_ones(graph, root, stored, several, family)
 
 
 def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
@@ -180,7 +184,7 @@ def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
 
 
 def _read_by_several_kernels(
-    graph: Graph, root: np.ndarray, stored: np.ndarray, readers: Sequence[Sequence[Op]]
+    graph: Graph, root: np.ndarray, stored: np.ndarray, readers: Sequence[Sequence[Op]], family: str
 ) -> np.ndarray:
     """Fusible tensors without a buffer that end up in two or more kernels."""
     donated = _written_in_place(graph, root)
@@ -197,8 +201,20 @@ def _read_by_several_kernels(
                 for out in reader.outputs if fusible(reader) else ():
                     kernels |= {~out} if stored[out] or found[out] else sinks[out]
             sinks[t] = frozenset(list(kernels)[:2])
-            fused = fusible(op) and op.phase != "update"  # the update of a variable is one kernel of several results
+            # The update of a variable is one kernel of several results; metrics are reductions.
+            fused = fusible(op) and (op.phase != "update" or (family == "gpu" and any(k >= 0 for k in kernels)))
             found[t] = len(kernels) > 1 and fused and bool(op.inputs) and t not in donated and not stored[t]
+    return found
+
+
+def _last_of_chains(graph: Graph, several: np.ndarray, readers: Sequence[Sequence[Op]]) -> np.ndarray:
+    """Of what several kernels need, all but what only one operation reads, whose result they need, and is no larger:
+    where one of the two is written, it is the second."""
+    found = several.copy()
+    for t in map(int, np.flatnonzero(several)):
+        only = readers[t][0] if len(readers[t]) == 1 else None
+        if only is not None and only.outputs and several[only.outputs[0]]:
+            found[t] = graph.tensors[only.outputs[0]].bytes > graph.tensors[t].bytes
     return found
 
 
@@ -305,7 +321,8 @@ def _overwritten(
     """Buffers that a fused operation reads for the last time and overwrites with a result of the same size.
 
     A product's result whose only reader is a chain of elementwise operations is among them; XLA:GPU may even fuse the
-    chain into the product. What a softmax reads is not, on GPUs: its reductions are part of the same kernel.
+    chain into the product. On GPUs a kernel that also computes reductions of what it reads, such as a softmax, its
+    gradient or that of a normalisation, overwrites nothing.
     """
     for op in graph.ops:
         written = [t for t in op.outputs if stored[t]]
@@ -313,10 +330,11 @@ def _overwritten(
             continue
         size = graph.tensors[written[0]].bytes
         behind = _behind_chain(graph, root, stored, op)
-        reduced = _reduced_beside(graph, root, stored, behind) if family == "gpu" else frozenset()
+        elements = math.prod(graph.tensors[written[0]].shape)
+        reduced = _reduced_beside(graph, root, stored, behind, op.phase) if family == "gpu" else frozenset()
+        if any(t in reduced and stored[t] and math.prod(graph.tensors[t].shape) == elements for t in behind):
+            continue
         for t in behind:
-            if t in reduced:
-                continue
             producer = graph.tensors[t].producer
             if producer is None or graph.ops[producer].primitive in ("argument", "constant"):
                 continue
@@ -325,23 +343,31 @@ def _overwritten(
                 break
 
 
-def _reduced_beside(graph: Graph, root: np.ndarray, stored: np.ndarray, behind: Sequence[int]) -> frozenset[int]:
-    """Tensors that reductions read whose results are among those behind a chain."""
+def _reduced_beside(
+    graph: Graph, root: np.ndarray, stored: np.ndarray, behind: Sequence[int], phase: str
+) -> frozenset[int]:
+    """Tensors that reductions of the same phase read whose results are among those behind a chain.
+
+    What the forward pass has summed up is at hand in the backward pass, whose kernels need not read it again.
+    """
     found: set[int] = set()
-    for t in behind:
+    reached = list(behind)
+    for t in reached:  # grows on the way
         producer = graph.tensors[t].producer
-        if producer is not None and graph.ops[producer].primitive.startswith(REDUCTIONS):
-            found |= {int(root[i]) for i in graph.ops[producer].inputs}
-            found |= set(_behind_chain(graph, root, stored, graph.ops[producer]))
+        made = None if producer is None else graph.ops[producer]
+        if made is not None and made.primitive.startswith(REDUCTIONS) and made.phase == phase:
+            mine = {*(int(root[i]) for i in made.inputs), *_behind_chain(graph, root, stored, made)}
+            reached += sorted(mine - found - set(reached))
+            found |= mine
     return frozenset(found)
 
 
 def _behind_chain(graph: Graph, root: np.ndarray, stored: np.ndarray, op: Op) -> list[int]:
-    """Tensors that an operation reads, and those behind what is computed inside it for it alone."""
+    """Tensors that an operation reads, and those behind what is computed inside it."""
     found = list(dict.fromkeys(int(root[t]) for t in op.inputs))
     for t in found:  # grows on the way
         producer = graph.tensors[t].producer
-        if stored[t] or producer is None or not fusible(graph.ops[producer]) or len(graph.tensors[t].consumers) != 1:
+        if stored[t] or producer is None or not fusible(graph.ops[producer]):
             continue
         found += [r for r in (int(root[i]) for i in graph.ops[producer].inputs) if r not in found]
     return found

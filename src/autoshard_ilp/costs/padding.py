@@ -76,7 +76,7 @@ def copies_for_tiles(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_
         if s.operands[0] is None or s.operands[1] is None:
             continue
         left, right = (
-            _local_shape(t.shape, layout, axis_sizes)
+            shape_on_device(t.shape, layout, axis_sizes)
             for t, layout in zip(tensors[:2], s.operands, strict=True)
             if layout is not None
         )
@@ -90,7 +90,31 @@ def copies_for_tiles(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_
     return held
 
 
-def _local_shape(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> list[int]:
+def masked_copies(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
+    """Bytes that one device holds besides while it contracts a dimension that does not divide, per strategy.
+
+    The last shard of such a dimension is padded with what happens to be there, so the partitioner sets the padding of
+    both operands to zero before their product; that is another copy of what is read elsewhere, too.
+    """
+    held = np.zeros(len(strategies), np.int64)
+    if op.primitive != "dot_general":
+        return held
+    contract, _ = op.params["dimension_numbers"]
+    for i, strategy in enumerate(strategies):
+        for t, layout, dims in zip(op.inputs, strategy.operands, contract, strict=False):
+            tensor = graph.tensors[t]
+            shape = tensor.shape
+            if layout is None or all(shape[d] % _shards(layout, d, axis_sizes) == 0 for d in dims):
+                continue
+            held[i] += math.prod(shape_on_device(shape, layout, axis_sizes)) * math.ceil(tensor.itemsize)
+    return held
+
+
+def _shards(layout: Layout, dim: int, axis_sizes: Sequence[int]) -> int:
+    return math.prod(size for place, size in zip(layout, axis_sizes, strict=True) if place == dim)
+
+
+def shape_on_device(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> list[int]:
     """One device's share, padded up where it does not divide."""
     shards = [1] * len(shape)
     for dim, size in zip(layout, axis_sizes, strict=True):

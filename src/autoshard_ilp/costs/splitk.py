@@ -1,0 +1,92 @@
+"""Products of few tiles and a long contraction, which XLA:GPU splits.
+
+A product whose result has fewer tiles than the GPU has cores leaves most of them idle, so XLA:GPU cuts its contraction
+into pieces, makes one 32-bit partial result per piece, and adds them up in another kernel
+(``xla/backends/gpu/transforms/splitk_rewriter``). Gradients of small weights over many rows are such products. The
+partial results take many times the bytes of the result. Where the pieces are not whole vectors of 16 bytes, both
+operands are copied, padded.
+
+The rule below is that of the compiler in ``jax-cuda12-plugin`` 0.10, found by compiling 58 products for H100
+(``tests/test_splitk.py`` compiles some of them again): as many pieces, a power of two, as keep tiles times pieces
+within one and a half times the cores, and no piece shorter than 128.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard_ilp.costs.padding import shape_on_device
+from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.strategies import Strategy
+
+TILE = 128
+"""Rows and columns of a tile of the result, as the rule counts them."""
+
+CORES = 132
+"""Streaming multiprocessors of H100 and H200. A100 has 108, which leads to the same power of two but for few shapes."""
+
+MIN_PIECE = 128
+"""Elements of the shortest piece of a contraction."""
+
+MAX_PIECES = 128
+VECTOR_BYTES = 16
+ACCUMULATOR_BYTES = 4
+
+
+def pieces(batch: int, rows: int, columns: int, contracted: int, cores: int = CORES) -> int:
+    """Into how many pieces XLA:GPU cuts the contraction of a product of these (one device's) sizes.
+
+    Args:
+        batch, rows, columns: of the result.
+        contracted: elements of the contraction.
+        cores: streaming multiprocessors of the GPU.
+    """
+    tiles = batch * -(-rows // TILE) * -(-columns // TILE)
+    n = 1
+    while n < MAX_PIECES and tiles * n * 2 <= 1.5 * cores and contracted >= MIN_PIECE * n * 2:
+        n *= 2
+    return n
+
+
+def split_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
+    """Bytes of partial results and padded operands that one device holds besides during a product, per strategy.
+
+    Args:
+        graph: of the step.
+        op: any operation.
+        strategies: its strategies.
+        axis_sizes: devices along each mesh axis.
+    """
+    held = np.zeros(len(strategies), np.int64)
+    if op.primitive != "dot_general" or not all(
+        graph.tensors[t].dtype.startswith(("float", "bfloat")) for t in op.inputs
+    ):
+        return held
+    contract, batch = op.params["dimension_numbers"]
+    for i, strategy in enumerate(strategies):
+        if strategy.operands[0] is None or strategy.operands[1] is None:
+            continue
+        sides = [
+            shape_on_device(graph.tensors[t].shape, layout, axis_sizes)
+            for t, layout in zip(op.inputs, strategy.operands, strict=True)
+            if layout is not None
+        ]
+        rows, columns = (
+            math.prod(n for d, n in enumerate(shape) if d not in c and d not in b)
+            for shape, c, b in zip(sides, contract, batch, strict=True)
+        )
+        blocks = math.prod(sides[0][d] for d in batch[0])
+        contracted = math.prod(sides[0][d] for d in contract[0])
+        n = pieces(blocks, rows, columns, contracted)
+        if n == 1 or min(rows, columns) == 1:
+            continue
+        held[i] = n * blocks * rows * columns * ACCUMULATOR_BYTES
+        narrowest = min(math.ceil(graph.tensors[t].itemsize) for t in op.inputs)
+        if contracted % (n * VECTOR_BYTES // narrowest):
+            held[i] += sum(
+                math.prod(s) * math.ceil(graph.tensors[t].itemsize) for s, t in zip(sides, op.inputs, strict=True)
+            )
+    return held
