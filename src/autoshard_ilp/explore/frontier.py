@@ -58,7 +58,7 @@ class Policy:
         self.problem = problem
         self.plans: list[np.ndarray] = []
         self.bounds: list[tuple[float, float]] = []  # (budget, lower bound): holds for every smaller budget too
-        self.impossible = 0.0  # no plan within this budget
+        self.impossible = -1.0  # no plan within this budget
 
     def bound(self, budget: float) -> float:
         """Proved lower bound in seconds within a budget."""
@@ -66,13 +66,13 @@ class Policy:
             return math.inf
         return max((b for at, b in self.bounds if at >= budget), default=-math.inf)
 
-    def solve(self, budget: int | None, seconds: float, progress: Any) -> Any:
-        """The best plan within a budget; what is known already is used."""
+    def solve(self, budget: int | None, seconds: float, progress: Any, cutoff: float) -> Any:
+        """The best plan within a budget that is faster than ``cutoff`` seconds; what is known already is used."""
         options = self.problem.request.solver
         request = replace(self.problem.request, solver=replace(options, time_limit=min(options.time_limit, seconds)))
         problem = replace(self.problem, request=request, program=replace(self.problem.program, capacity=budget))
         limit = math.inf if budget is None else float(budget)
-        solution = solved(problem, progress, Known(tuple(self.plans), self.bound(limit)))
+        solution = solved(problem, progress, Known(tuple(self.plans), self.bound(limit)), cutoff=cutoff)
         if solution.status == "infeasible":
             self.impossible = max(self.impossible, limit)
             least = solution.report.get("minimum_capacity_bound", 0)
@@ -134,9 +134,10 @@ class Frontier:
         limit = math.inf if budget is None else float(budget)
         best: tuple[float, Policy, Any] | None = None
         for policy in self.policies:
-            if best is not None and policy.bound(limit) >= best[0] * (1 - SAME):
+            cutoff = math.inf if best is None else best[0] * (1 - SAME)
+            if policy.bound(limit) >= cutoff:
                 continue  # it cannot be faster
-            solution = policy.solve(budget, self.left(), self.progress)
+            solution = policy.solve(budget, self.left(), self.progress, cutoff)
             if solution is None:
                 continue
             if solution.report.get("interrupted"):

@@ -13,6 +13,7 @@ from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.program import reduce
 from autoshard_ilp.program.branch import Tree
 from autoshard_ilp.program.capacity import Room
+from autoshard_ilp.program.closing import Closing
 from autoshard_ilp.program.cpsat import CpOptions, CpResult, solve_rows
 from autoshard_ilp.program.dual import Dual
 from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weighted_usage
@@ -82,11 +83,8 @@ class Constrained:
             self.search.report["rows"] = len(self.rows)
             try:
                 fresh = self._round()
-            except EmptyNodeError:  # no plan cheaper than the best known
-                if self.search.best is None:
-                    return True
-                self.search.prove(self.search.upper)
-                return False
+            except EmptyNodeError:
+                return self.search.nothing_below()
         return False
 
     def first_plan(self) -> list[int]:
@@ -131,6 +129,13 @@ class Constrained:
             return self.settle(net)
         if self.stop():
             return []
+        since = time.monotonic()
+        closing = Closing(self, net, np.array([self.prices.get(r.time, 0.0) for r in self.rows]))
+        fresh = closing.run()
+        self.prices = {r.time: float(p) for r, p in zip(self.rows, closing.prices, strict=True)}
+        entry.update(closing_seconds=time.monotonic() - since, closing_bound=closing.bound, upper=search.upper)
+        if fresh or self.stop():
+            return fresh
         since = time.monotonic()
         dual = Dual(self, net, np.array([self.prices.get(r.time, 0.0) for r in self.rows]))
         fresh = dual.run()

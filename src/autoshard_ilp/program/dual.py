@@ -19,7 +19,7 @@ from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_rows
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
-from autoshard_ilp.program.prices import PricedRows
+from autoshard_ilp.program.prices import PricedRows, model_maximiser
 
 if TYPE_CHECKING:
     from autoshard_ilp.program.constrained import Constrained
@@ -70,7 +70,7 @@ class Dual:
         for _ in range(self.steps):
             before = self.bound
             fresh = self._step(current)
-            if self.whole and search.best is None and not fresh and not owner.stop() and not asked:
+            if self.whole and math.isinf(search.upper) and not fresh and not owner.stop() and not asked:
                 asked, fresh = True, owner.first_plan()
             if fresh or owner.stop():
                 break
@@ -167,23 +167,8 @@ class Dual:
 
     def _next(self, box: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
         """Maximiser of the model (seconds per byte), its value, and the box, wider where the maximiser touches it."""
-        from scipy.optimize import linprog
-
-        if not self.cuts:
-            return self.prices, math.inf, box
-        scale = max(1, self.owner.capacity)
-        unit = max(abs(c) for c, _ in self.cuts) or 1.0
-        result = linprog(
-            np.concatenate(([-1.0], np.zeros(len(box)))),
-            A_ub=np.array([np.concatenate(([1.0], -g / scale)) for _, g in self.cuts]),
-            b_ub=np.array([c for c, _ in self.cuts]) / unit,
-            bounds=[(None, None), *((0.0, float(b) * scale / unit) for b in box)],
-            method="highs",
-        )
-        if result.x is None:
-            return self.prices, math.inf, box
-        prices = np.maximum(result.x[1:], 0.0) * unit / scale
-        return prices, float(result.x[0]) * unit, np.where(prices >= 0.999 * box, 4.0 * box, box)
+        found = model_maximiser(self.cuts, box, self.owner.capacity)
+        return (self.prices, math.inf, box) if found is None else found
 
     def disagreement(self) -> tuple[np.ndarray, np.ndarray] | None:
         """The two plans, one above and one within the rows (at the best prices), whose mixture the bound is."""

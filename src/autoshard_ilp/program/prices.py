@@ -9,6 +9,7 @@ has no memory rows, and its optimum bounds the true one from below. ``dual`` loo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,3 +66,36 @@ class PricedRows:
             if f.used is not None:
                 out.replace(n, Factor(f.scope, f.labels, f.table + factors.get(n, 0.0)))
         return out
+
+
+def model_maximiser(
+    cuts: Sequence[tuple[float, np.ndarray]], box: np.ndarray, capacity: int
+) -> tuple[np.ndarray, float, np.ndarray] | None:
+    """Prices at which the cutting-plane model of the dual function is largest.
+
+    Args:
+        cuts: of plans, their cost in seconds and usage - capacity in bytes per row.
+        box: largest price per row, seconds per byte.
+        capacity: bytes.
+
+    Returns:
+        The prices in seconds per byte, the model's value there in seconds (no prices within the box have a larger
+        bound), and the box, wider where the prices touch it; None without cuts.
+    """
+    from scipy.optimize import linprog
+
+    if not cuts:
+        return None
+    scale = max(1, capacity)
+    unit = max(abs(c) for c, _ in cuts) or 1.0
+    result = linprog(
+        np.concatenate(([-1.0], np.zeros(len(box)))),
+        A_ub=np.array([np.concatenate(([1.0], -g / scale)) for _, g in cuts]),
+        b_ub=np.array([c for c, _ in cuts]) / unit,
+        bounds=[(None, None), *((0.0, float(b) * scale / unit) for b in box)],
+        method="highs",
+    )
+    if result.x is None:
+        return None
+    prices = np.maximum(result.x[1:], 0.0) * unit / scale
+    return prices, float(result.x[0]) * unit, np.where(prices >= 0.999 * box, 4.0 * box, box)

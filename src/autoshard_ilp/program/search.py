@@ -25,10 +25,14 @@ class Search:
     options: SolverOptions
     began: float
     on_progress: Callable[[dict], None] | None
+    cutoff: float = math.inf  # seconds: only cheaper plans are wanted
     best: np.ndarray | None = None
-    upper: float = math.inf
+    upper: float = field(init=False)  # of the best plan, or the cutoff
     lower: float = -math.inf
     report: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.upper = self.cutoff
 
     @property
     def deadline(self) -> float:
@@ -62,6 +66,13 @@ class Search:
         """A valid lower bound of the whole program."""
         self.lower = max(self.lower, bound)
 
+    def nothing_below(self) -> bool:
+        """No plan is cheaper than :attr:`upper`: proves that, or returns True where that means that there is none."""
+        if math.isinf(self.upper):
+            return True
+        self.prove(self.upper)
+        return False
+
     def add_seconds(self, stage: str, since: float) -> None:
         """Book the time since a monotonic moment to a stage of the report ("presolve" is part of the other stages)."""
         self.book(stage, time.monotonic() - since)
@@ -87,7 +98,7 @@ class Search:
 
     def done(self) -> bool:
         """Proved to the gap asked for."""
-        if self.best is None:
+        if math.isinf(self.upper):
             return False
         return self.upper - self.lower <= max(self.options.relative_gap, PROOF) * abs(self.upper) + self.rounding
 
@@ -102,7 +113,7 @@ class Search:
         if infeasible:
             return Solution("infeasible", None, math.inf, math.inf, 0, seconds, self.report)
         if self.best is None:
-            return Solution("feasible", None, math.inf, self.lower, 0, seconds, self.report)
+            return Solution("feasible", None, math.inf, min(self.lower, self.cutoff), 0, seconds, self.report)
         proved = self.upper - self.lower <= PROOF * abs(self.upper) + self.rounding
         lower = min(self.lower, self.upper)
         status = "optimal" if proved else "feasible"

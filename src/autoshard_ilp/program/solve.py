@@ -66,6 +66,7 @@ def solve(
     *,
     hint: np.ndarray | None = None,
     rows_seconds: float | None = None,
+    cutoff: float = math.inf,
     on_progress: Callable[[dict], None] | None = None,
 ) -> Solution:
     """Find the cheapest assignment within the memory capacity, with proof.
@@ -75,6 +76,8 @@ def solve(
         options: limits and seed.
         hint: a known assignment, used as a start when it is feasible.
         rows_seconds: most seconds under memory rows, where memory binds; None: the time limit alone counts.
+        cutoff: seconds; only a cheaper assignment is wanted. Where none is, the answer has ``choices=None`` and a bound
+            of ``cutoff``.
         on_progress: called with ``{"stage", "seconds", "objective", "lower_bound", "choices"}``.
 
     Returns:
@@ -85,7 +88,7 @@ def solve(
         InputShapeError: malformed arrays.
     """
     check(program, hint)
-    search = Search(program, options, time.monotonic(), on_progress)
+    search = Search(program, options, time.monotonic(), on_progress, cutoff)
     if hint is not None:
         search.offer(np.asarray(hint, np.int64))
     infeasible = False
@@ -94,7 +97,7 @@ def solve(
     except KeyboardInterrupt:
         search.report["interrupted"] = True
     except EmptyNodeError:
-        infeasible = True
+        infeasible = search.nothing_below()
     return search.finish(infeasible)
 
 
@@ -126,7 +129,7 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
     """Optimum without memory: choices (or the best found) and a lower bound. EmptyNodeError: no finite assignment."""
     since = time.monotonic()
     program = search.program
-    state: dict[str, Any] = {"best": None, "upper": math.inf, "lower": -math.inf, "fits": True}
+    state: dict[str, Any] = {"best": None, "upper": search.upper, "lower": -math.inf, "fits": True}
 
     def offer(choices: np.ndarray) -> float:
         cost = program.cost(choices)
@@ -150,7 +153,7 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
         return bool(state["upper"] - state["lower"] <= gap)
 
     if search.best is not None:
-        offer(search.best)
+        state["best"] = search.best
 
     descent = Descent(offer, prove, done, search.deadline)
     search.report["descent"] = descent.log
@@ -164,7 +167,7 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
             search.add_seconds("cp-sat", since)
             since = time.monotonic()
     except EmptyNodeError:
-        if state["best"] is None:
+        if math.isinf(state["upper"]):
             raise
         prove(state["upper"])
     finally:

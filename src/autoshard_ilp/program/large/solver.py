@@ -80,9 +80,7 @@ class LargeSolver:
             while stage is not None:
                 stage = self._work(stage)
         except EmptyNodeError:
-            if search.best is None:
-                return True
-            search.prove(search.upper)
+            return search.nothing_below()
         finally:
             sys.setswitchinterval(interval)
         return bool(search.best is None and search.lower == math.inf)

@@ -1,0 +1,321 @@
+"""Close the gap that memory rows leave: guess the optimum, and solve exactly what could be that good.
+
+Prices make every strategy's excess over the bound a matter of message passing, without solving anything exactly. For a
+guess ``limit`` of the optimum, strategies and cells whose excess exceeds ``limit - bound`` cannot be in a plan that
+good; what is left is a small integer program (:mod:`autoshard_ilp.program.milp`), and its answer is exact either way:
+
+    a plan at or below ``limit``   is the optimum of the whole program,
+    none                           proves that ``limit`` is a lower bound of the whole program.
+
+A guess close to the bound leaves so little that the plan found, though above the guess, is within a thousandth of the
+optimum; its cost is the next guess, with prices as good as the gap is now small.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoshard_ilp.program import reduce
+from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program.milp import Milp, MilpResult
+from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
+from autoshard_ilp.program.prices import PricedRows, model_maximiser
+
+if TYPE_CHECKING:
+    from autoshard_ilp.program.constrained import Constrained
+
+STEPS = 12  # of the prices, at most
+CLOSE = 0.05  # of the gap: prices that near to the best are good enough
+ROUGH = 0.003  # relative gap, before any plan is known
+SWEEPS = 10
+SETTLE = 6  # times SWEEPS, at most, after prices have changed
+LONG_SWEEPS = 60  # with a good plan known
+SHRUNK = 0.8  # of the cells: worth another round
+CLOSED = 0.1  # of the gap: the same
+STALL = 1e-5  # relative rise of the bound that is worth more sweeps
+GAIN = 1e-4  # relative rise of the bound that is worth a guess of its own
+FIRST_PRICE = 0.1  # of the relaxed cost per capacity
+FIRST_GUESS = 1e-4  # relative, above the bound
+WIDEN = 3.0  # of the next guess
+NARROW_SWEEPS = 20
+MOST_CELLS = 60_000  # of a program that the simplex method gets, where its answer is the last
+GUESS_CELLS = 30_000  # .. and where it is not
+BEFORE_PRESOLVE = 3.0  # times as many are worth a presolve
+ENOUGH_CELLS = 10_000  # a program smaller than this is not worth its run: the guess may be wider
+TABLE_CELLS = 5_000  # largest table that presolve makes of what is left
+SHARE = 0.4  # of the time left, for one integer program
+GUESSES = 12
+TRIES = 12  # of a limit, per guess
+
+
+class Closing:
+    """The search for one net under the rows of ``owner``; ``net`` has been presolved, its costs are true costs.
+
+    Attributes:
+        prices: best found, seconds per byte and row.
+        bound: seconds, for plans of the net.
+        proved: nothing in the net is better than ``owner.search.upper``.
+    """
+
+    def __init__(self, owner: Constrained, net: Net, prices: np.ndarray) -> None:
+        self.owner, self.search = owner, owner.search
+        self.net, self.prices = net, prices
+        self.bound, self.proved = -math.inf, False
+        self.cuts: list[tuple[float, np.ndarray]] = []  # of plans: seconds, usage - capacity in bytes per row
+        self.fresh: list[int] = []
+        self.tried = -math.inf  # the widest limit solved so far, in seconds
+        self._begin()
+
+    def run(self) -> list[int]:
+        """Times at which a plan that satisfies the rows does not fit; none when proved, given up or out of time.
+
+        Raises:
+            EmptyNodeError: nothing beats the best plan.
+        """
+        self._improve_prices()
+        above = FIRST_GUESS
+        for _ in range(GUESSES):
+            if self.fresh or self.proved or self.owner.stop():
+                break
+            found = self._guess(above)
+            if found is None:
+                break
+            net, limit = found
+            if self._better_prices(net) and limit < self.search.upper:
+                continue  # the same guess again leaves less
+            known = self.search.upper
+            self._learn(net, limit, self._solve(net))
+            if self.search.upper < known and not (self.fresh or self.proved):
+                self._shrink()
+            bound = max(self.bound, self.search.lower)
+            above = WIDEN * max(above, limit / bound - 1) if bound > 0 and math.isfinite(limit) else WIDEN * above
+        return self.fresh
+
+    def _begin(self) -> None:
+        """Messages for the net as it is, at the best prices."""
+        for number in list(self.net.factors):
+            reduce.compress(self.net, number)
+        self.rows = PricedRows(self.net, self.owner.capacity)
+        self.messages = Messages(self.rows.priced(self.prices))
+
+    def _shrink(self) -> None:
+        """Take out for good what cannot beat the best plan, as long as that leaves less and less.
+
+        Raises:
+            EmptyNodeError: nothing can.
+        """
+        upper = self.search.upper
+        while not self.owner.stop():
+            before, bound = self.net.size()["cells"], self.bound
+            for _ in range(LONG_SWEEPS):
+                self.messages.sweep(upper)
+            self.messages.remove_cells(upper)
+            self.bound = max(self.bound, self.messages.bound)
+            self.search.prove(min(self.bound, upper))
+            self.owner.drop(self.messages.ruled_out())
+            _take_out(self.net, self.messages)
+            self.search.presolve(self.net, 3, TABLE_CELLS, self.owner.capacity)
+            self._begin()
+            self._settle()
+            if self.net.size()["cells"] > SHRUNK * before and self.bound - bound < CLOSED * (upper - bound):
+                break
+
+    def _improve_prices(self) -> None:
+        """Cutting planes over prices: at each, a bound by message passing and a decoded plan, which is a cut."""
+        owner, search = self.owner, self.search
+        unit = FIRST_PRICE * max(abs(search.lower), 1e-30) / max(1, owner.capacity)
+        now, best = self.prices, self.messages.state()
+        current = now
+        if not current.any():
+            current = np.zeros(len(now))
+            current[int(np.argmax(owner.excess(owner.relaxed)))] = unit
+        box = np.maximum(4.0 * current, unit)
+        for x in (owner.relaxed, *owner.seen):
+            self._cut(x)
+        for _ in range(STEPS):
+            self._move(now, current)
+            now = current
+            self._settle()
+            if self.messages.bound > self.bound:
+                self.bound, self.prices, best = self.messages.bound, now, self.messages.state()
+                search.prove(min(self.bound, search.upper))
+            found = None if self.fresh or owner.stop() else model_maximiser(self.cuts, box, owner.capacity)
+            if found is None:
+                break
+            target, value, box = found
+            gap = search.upper - self.bound if math.isfinite(search.upper) else ROUGH * abs(self.bound)
+            if value - self.bound <= CLOSE * gap:
+                break
+            current = 0.5 * (self.prices + target)
+        self.messages.restore(best)
+
+    def _cut(self, choices: np.ndarray) -> None:
+        cost = self.owner.program.cost(choices)
+        if math.isfinite(cost):
+            self.cuts.append((cost, self.owner.excess(choices)))
+
+    def _better_prices(self, net: Net) -> bool:
+        """Takes the prices of the linear relaxation of ``net``; False when the bound did not gain much.
+
+        Raises:
+            EmptyNodeError: not even fractions fit, so nothing beats the best plan.
+        """
+        since = time.monotonic()
+        prices = None
+        if net.live and len(net.base):
+            try:
+                prices = Milp(net, self.owner.capacity, self.search.upper).prices(self._deadline())
+            except EmptyNodeError:
+                return False  # the integer program says so too
+        self.search.add_seconds("highs", since)
+        if prices is None or self.owner.stop():
+            return False
+        start, before, old = self.messages.state(), self.bound, self.prices
+        self._move(old, prices)
+        self._settle()
+        if self.messages.bound <= before:
+            self.messages.restore(start)
+            return False
+        self.prices, self.bound = prices, self.messages.bound
+        self.search.prove(min(self.bound, self.search.upper))
+        return self.bound - before > GAIN * abs(before)
+
+    def _settle(self) -> None:
+        """Sweep until the bound hardly rises, then decode a plan."""
+        before = -math.inf
+        for _ in range(SETTLE):
+            for _ in range(SWEEPS):
+                self.messages.sweep()
+            if self.messages.bound - before < STALL * abs(self.messages.bound) or self.owner.stop():
+                break
+            before = self.messages.bound
+        choices = self.net.complete(self.messages.improve(self.messages.decode()))
+        self._cut(choices)
+        if math.isfinite(self.owner.program.cost(choices)):
+            self.owner.remember(choices)
+            if (self.owner.excess(choices) <= 0).all():
+                self.fresh = self.owner.offer(choices)
+
+    def _deadline(self) -> float:
+        now = time.monotonic()
+        return now + SHARE * (self.search.deadline - now)
+
+    def _move(self, old: np.ndarray, new: np.ndarray) -> None:
+        """Charge other prices."""
+        self.messages.reprice(*self.rows.charge(new - old))
+
+    def _guess(self, above: float) -> tuple[Net, float] | None:
+        """What may beat the widest limit that leaves a small program, and the limit; None when even that is large."""
+        upper = self.search.upper
+        net = self._within(upper, MOST_CELLS)
+        if net is not None:
+            return net, upper
+        found: tuple[Net, float] | None = None
+        small, large = max(self.bound, self.search.lower), upper
+        limit = small + above * abs(small)
+        for _ in range(TRIES):
+            if not small < limit < large or self.owner.stop():
+                break
+            try:
+                net = self._within(limit, GUESS_CELLS)
+            except EmptyNodeError:
+                self.search.prove(limit)
+                small, enough = limit, False
+            else:
+                enough = net is not None and net.size()["cells"] > ENOUGH_CELLS
+                if net is None:
+                    large = limit
+                else:
+                    small, found = limit, (net, limit)
+            if enough:
+                break
+            bound = max(self.bound, self.search.lower)
+            wider = bound + WIDEN * (limit - bound) if limit > bound else limit + above * abs(limit)
+            limit = wider if wider < large else 0.5 * (small + large)
+        return found if found is not None and found[1] > self.tried else None
+
+    def _within(self, limit: float, most: int) -> Net | None:
+        """The net without what cannot be in a plan cheaper than ``limit`` seconds; None if more than ``most`` cells.
+
+        Raises:
+            EmptyNodeError: no plan is.
+        """
+        net, messages = self.net.copy(), self.messages
+        if math.isfinite(limit):
+            start = messages.state()
+            try:
+                for _ in range(NARROW_SWEEPS):
+                    messages.sweep(limit)
+                messages.remove_cells(limit)
+                if sum(int(np.isfinite(t).sum()) for t in messages.tables.values()) > BEFORE_PRESOLVE * most:
+                    return None
+                _take_out(net, messages)
+            finally:
+                messages.restore(start)
+        elif net.size()["cells"] > most:
+            return None
+        self.search.presolve(net, 3, TABLE_CELLS, self.owner.capacity)
+        for number in list(net.factors):
+            reduce.compress(net, number)
+        return net if net.size()["cells"] <= most else None
+
+    def _solve(self, net: Net) -> MilpResult:
+        if not net.live:
+            choices = np.zeros(len(net.cost), np.int64)
+            if (net.base > self.owner.capacity).any():
+                return MilpResult("infeasible", None, math.inf, 0.0)
+            return MilpResult("optimal", choices, net.constant, 0.0)
+        since, deadline = time.monotonic(), self._deadline()
+        result = self._run(net, 0, deadline)
+        bound, over = result.bound, self._excess(net, result)
+        if over > 0:  # within the tolerance of a row, which is wide in bytes
+            result = replace(self._run(net, 2 * over, deadline), bound=bound)
+        self.search.add_seconds("highs", since)
+        return result
+
+    def _run(self, net: Net, spare: int, deadline: float) -> MilpResult:
+        search, options = self.search, self.search.options
+        gap = options.relative_gap * abs(search.upper) if math.isfinite(search.upper) else 0.0
+        return Milp(net, self.owner.capacity, search.upper, spare).solve(deadline, options.seed, gap)
+
+    def _excess(self, net: Net, result: MilpResult) -> int:
+        """Bytes by which the answer exceeds the worst row of the net."""
+        if result.choices is None or not len(net.base):
+            return 0
+        return int(PricedRows(net, self.owner.capacity).usage(result.choices).max()) - self.owner.capacity
+
+    def _learn(self, net: Net, limit: float, result: MilpResult) -> None:
+        """Take over plan and proof of the program within ``limit``."""
+        search = self.search
+        if result.choices is not None:
+            plan = net.complete(result.choices)
+            self.owner.remember(plan)
+            self.fresh = self.owner.offer(plan)
+        self.tried = max(self.tried, limit)
+        search.report["rounding_error_seconds"] = max(search.rounding, result.error_seconds)
+        search.prove(min(result.bound, limit, search.upper))
+        if result.interrupted:
+            raise KeyboardInterrupt
+        if result.status == "infeasible" and math.isinf(limit):
+            raise EmptyNodeError("rows")
+        self.proved = not self.fresh and search.done()
+
+
+def _take_out(net: Net, messages: Messages) -> None:
+    """Remove from the net what the messages have ruled out."""
+    for v, gone in messages.ruled_out().items():
+        if len(gone):
+            cost = net.cost[v].copy()
+            cost[gone] = np.inf
+            net.set_cost(v, cost)
+    for number, table in messages.tables.items():
+        out = np.isinf(table)
+        f = net.factors[number]
+        if (out & np.isfinite(f.table)).any():
+            used = None if f.used is None else np.where(out, 0, f.used)
+            net.replace(number, Factor(f.scope, f.labels, np.where(out, np.inf, f.table), used))

@@ -1,0 +1,100 @@
+"""Guesses of the optimum under memory rows, and the integer program that decides them. Oracle: enumeration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard_ilp.program import brute_force, closing, minimum_capacity, solve
+from autoshard_ilp.program.memory import Owners
+from autoshard_ilp.program.milp import Milp
+from autoshard_ilp.program.model import Lifetimes, Node, Program, SolverOptions
+from autoshard_ilp.program.net import EmptyNodeError, build_net
+from program_cases import programs, random_program
+
+OPTIONS = SolverOptions(time_limit=60.0)
+SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def tight(program: Program, part: float) -> Program | None:
+    """With a capacity between the least possible and what the cheapest assignment takes; None where they agree."""
+    free = solve(dataclasses.replace(program, capacity=None), OPTIONS)
+    if free.choices is None:
+        return None
+    least = minimum_capacity(program, OPTIONS)[0]
+    if free.peak_bytes <= least:
+        return None
+    return dataclasses.replace(program, capacity=least + int(part * (free.peak_bytes - least)))
+
+
+@SETTINGS
+@given(programs(memory=True), st.floats(0.0, 0.9))
+def test_the_integer_program_is_exact(program: Program, part: float) -> None:
+    program = tight(program, part) or program
+    capacity = 2**40 if program.capacity is None else program.capacity
+    times = range(int(np.max(program.lifetimes.end, initial=0)))
+    best = brute_force(dataclasses.replace(program, capacity=capacity))
+    try:
+        net = build_net(program, None, [Owners(program).row(t) for t in times])
+        found = Milp(net, capacity).solve(time.monotonic() + 20)
+    except EmptyNodeError:
+        assert best.status == "infeasible"
+        return
+    assert (found.status == "infeasible") == (best.status == "infeasible")
+    if found.choices is not None:
+        assert program.cost(found.choices) == pytest.approx(best.objective, rel=1e-8)
+        assert found.bound <= best.objective * (1 + 1e-9) + 1e-15
+        assert found.bound >= best.objective * (1 - 1e-6) - found.error_seconds
+
+
+@pytest.mark.parametrize("cells", [0, 40, 10**6])
+@pytest.mark.parametrize("shape", ["tree", "cycle", "random"])
+def test_guesses_end_at_the_optimum(shape: str, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever size is allowed: with none, the search goes on without guesses."""
+    monkeypatch.setattr(closing, "MOST_CELLS", cells)
+    monkeypatch.setattr(closing, "GUESS_CELLS", cells)
+    monkeypatch.setattr(closing, "ENOUGH_CELLS", min(cells, 20))
+    tried = 0
+    for seed in range(12):
+        program = tight(random_program(seed, 7, shape, "plain", forbidden=0.05, memory=True), 0.4)
+        if program is None:
+            continue
+        tried += 1
+        best, found = brute_force(program), solve(program, OPTIONS)
+        assert found.status == best.status, seed
+        assert found.objective == pytest.approx(best.objective, rel=1e-9), seed
+        assert found.lower_bound <= best.objective * (1 + 1e-9), seed
+    assert tried > 4
+
+
+def test_a_byte_too_much_is_too_much() -> None:
+    """Rows of the integer program are real numbers: the tolerance of 16 GB is many bytes."""
+    size = 8 * 10**9
+    nodes = tuple(Node(f"n{i}", np.array([0.0, 1.0 + i]), np.array([size + 3 - i, 0])) for i in range(4))
+    lifetimes = Lifetimes(np.zeros(4, bool), np.arange(4), np.zeros(4, np.int64), np.ones(4, np.int64))
+    for capacity in (2 * size + 1, 2 * size + 2, 2 * size + 3):
+        program = Program(nodes, (), lifetimes, capacity)
+        best, found = brute_force(program), solve(program, OPTIONS)
+        assert found.choices is not None and found.peak_bytes <= capacity
+        assert found.status == "optimal" and found.objective == pytest.approx(best.objective, rel=1e-12)
+
+
+@SETTINGS
+@given(programs(memory=True), st.floats(0.0, 0.9), st.sampled_from([0.5, 1.0, 1.0 + 1e-6, 2.0]))
+def test_only_what_is_cheaper_than_the_cutoff_is_found(program: Program, part: float, factor: float) -> None:
+    program = tight(program, part) or program
+    best = brute_force(program)
+    cutoff = factor * best.objective if math.isfinite(best.objective) else 1.0
+    found = solve(program, OPTIONS, cutoff=cutoff)
+    if best.objective < cutoff * (1 - 1e-9):
+        assert found.status == "optimal" and found.objective == pytest.approx(best.objective, rel=1e-9)
+    else:
+        assert found.choices is None
+        assert found.status == "infeasible" or found.lower_bound >= cutoff * (1 - 1e-9)
+        assert best.status == "infeasible" or found.status != "infeasible"
