@@ -1,8 +1,9 @@
 """Weight gradients in their place: computed when the backward pass reaches them, not behind it.
 
 Nothing in the backward pass waits for the gradient of a weight, so a scheduler may put it off: XLA:GPU's computes many
-of them last, and holds both operands of every one of them, an activation and a cotangent, until then. The plan counts
-program order. So what the backward pass computes elementwise next waits for the gradients before it, by a data
+of them last, and holds both operands of every one of them, an activation and a cotangent, until then; it does so with
+one of two branches, too. The plan counts program order. So what the backward pass computes
+elementwise next waits for the products before it that it does not depend on, by a data
 dependency that costs nothing (:mod:`autoshard_ilp.ties`): one device's own product is looked at before it is reduced
 over devices, so that no collective is waited for. But where unreduced gradients are large and their shards small, it is
 the shard that is waited for: else the scheduler would put off the reduce-scatter, and hold all that it is to add up.
@@ -26,8 +27,8 @@ class Order:
     """What waits for what.
 
     Attributes:
-        gradients: ids of products that make a weight's gradient, and that something waits for.
-        waits: (op id, operand index) -> ids of the gradients that are to be computed before that operand is read.
+        gradients: ids of the operations that something waits for.
+        waits: (op id, operand index) -> ids of the operations that are to be computed before that operand is read.
     """
 
     gradients: frozenset[int] = frozenset()
@@ -35,33 +36,49 @@ class Order:
 
 
 def order_of(graph: Graph, platform: str) -> Order:
-    """The order in which a step's weight gradients are computed.
+    """The order in which a step's backward pass is computed.
 
     Args:
-        graph: of the step, hubs included. Gradients inside loops are left alone: an iteration ends with them.
+        graph: of the step, hubs included. What is inside loops is left alone: an iteration ends with it.
         platform: of the mesh's devices; nothing waits where their compiler needs no help (:data:`PLATFORMS`).
     """
     if platform not in PLATFORMS:
         return Order()
     only = only_updates_read(graph)
     cotangent = [False] * len(graph.tensors)
+    behind = [0] * len(graph.tensors)  # bit i: depends on the i-th operation that something may wait for
+    bits: dict[int, int] = {}
     pending: list[int] = []
     waits: dict[tuple[int, int], tuple[int, ...]] = {}
     for op in graph.ops:
-        if op.phase != "backward" or op.region:
-            continue
+        mine = 0
+        for t in op.inputs:
+            mine |= behind[t]
+        if _may_be_put_off(graph, op):
+            bits[op.id] = 1 << len(bits)
+            mine |= bits[op.id]
+            pending.append(op.id)
+        backward = op.phase == "backward" and not op.region
         for t in op.outputs:
-            cotangent[t] = op.primitive in PRODUCTS or any(cotangent[i] for i in op.inputs)
-        if op.params.get("recomputed"):
-            continue
-        if op.primitive in PRODUCTS:
-            large = max((graph.tensors[t].bytes for t in op.inputs), default=0) >= MIN_COPY_BYTES
-            if large and only[op.outputs[0]] and may_anchor(graph, op.outputs[0]):
-                pending.append(op.id)
-        elif pending and (at := _carries(graph, op, only, cotangent)) is not None:
-            waits[op.id, at] = tuple(pending)
-            pending = []
-    return Order(frozenset(g for waited in waits.values() for g in waited), waits)
+            behind[t] = mine
+            cotangent[t] = backward and (op.primitive in PRODUCTS or any(cotangent[i] for i in op.inputs))
+        if backward and pending and not op.params.get("recomputed"):
+            at = _carries(graph, op, only, cotangent)
+            if at is not None:
+                left = tuple(p for p in pending if not mine & bits[p])
+                pending = []
+                if left:
+                    waits[op.id, at] = left
+    return Order(frozenset(p for left in waits.values() for p in left), waits)
+
+
+def _may_be_put_off(graph: Graph, op: Op) -> bool:
+    """Whether a scheduler may compute something late that holds large operands: products of the backward pass."""
+    if op.region or not op.outputs or op.eqn is None or op.params.get("recomputed"):
+        return False
+    large = max((graph.tensors[t].bytes for t in op.inputs), default=0) >= MIN_COPY_BYTES
+    product = op.phase == "backward" and op.primitive in PRODUCTS
+    return product and large and may_anchor(graph, op.outputs[0])
 
 
 def _carries(graph: Graph, op: Op, only: list[bool], cotangent: list[bool]) -> int | None:

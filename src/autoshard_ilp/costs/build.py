@@ -103,6 +103,9 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
             start, end = _copy_lifetime(table, flow, op_id)
             start = min(start, account.gathered.get(table.graph.ops[op_id].inputs[operand], start))
             account.hold(True, index, start, end, "gathered", _label(table, op_id, operand))
+            if account.family == "gpu" and table.graph.ops[op_id].primitive == "loop_slice":
+                # Collectives put the gathered dimension in front; a loop reads its slices from a transposed copy.
+                account.hold(True, index, start, start + 1, "gathered", _label(table, op_id, operand))
     return Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, flow.count * seconds, copies)
 
 
