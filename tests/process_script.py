@@ -122,7 +122,22 @@ def parts_in_fit() -> dict[str, Any]:
     return {
         "losses": [*fitted["loss"], *fitted["mae"], *model.evaluate(batches(), steps=2, verbose=0)],
         "predicted": np.asarray(predicted).tolist(),
+        "on batch": on_batches(),
     }
+
+
+def on_batches() -> list[list[float]]:
+    """As above, batch by batch."""
+    model = build()
+    optimize(model).apply(model)
+    x, y, weights = *map(shared, data(8)), shared(np.linspace(0.5, 1.5, 8).astype("float32"))
+    return [
+        model.train_on_batch(x, y),
+        model.train_on_batch(x, y, sample_weight=weights),
+        model.test_on_batch(x, y),
+        np.asarray(model.predict_on_batch(x)).ravel().tolist(),
+        model.train_on_batch(*data(8)),  # what every process has whole
+    ]
 
 
 def refused(action: Any) -> str:

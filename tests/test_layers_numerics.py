@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from keras import layers
 
-from layer_cases import CASES, NOT_IN_A_MODEL, assert_same_numbers
+import autoshard_ilp as autoshard
+from autoshard_ilp.keras_integration import runs_eagerly
+from layer_cases import BATCH, CASES, NOT_IN_A_MODEL, assert_same_numbers, plan_of
 
 MESHES = {"2x4": {"data": 2, "model": 4}, "3x2": {"x": 3, "y": 2}}
 QUICK = ("Embedding", "MelSpectrogram")
@@ -39,9 +41,47 @@ def test_a_layer_under_any_layouts(name: str, mesh: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_left_out_does_not_train_on_one_device_either() -> None:
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (layers.RandomElasticTransform, AttributeError, "_error_repr"),
+        (lambda: layers.RandomCrop(6, 5), IndexError, "Slice entries must be static"),
+    ],
+    ids=["RandomElasticTransform", "RandomCrop"],
+)
+def test_a_layer_left_out_does_not_compile_on_one_device_either(make: Any, error: Any, text: str) -> None:
     inputs = keras.Input((8, 8, 3))
-    model = keras.Model(inputs, layers.Dense(2)(layers.Flatten()(layers.RandomElasticTransform()(inputs))))
+    model = keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling2D()(make()(inputs))))
     model.compile("sgd", "mse")
-    with pytest.raises(AttributeError, match="_error_repr"):
-        model.train_on_batch(np.ones((4, 8, 8, 3), "float32"), np.ones((4, 2), "float32"))
+    model._jit_compile = True  # Keras trains models with RandomCrop operation by operation
+    batch = np.ones((4, 8, 8, 3), "float32"), np.ones((4, 2), "float32")
+    with pytest.raises(error, match=text):
+        model.train_on_batch(*batch)
+    with pytest.raises(autoshard.UnsupportedModelError, match=text):
+        plan_of(model, batch, MESHES["2x4"])
+
+
+def test_layers_that_keras_does_not_compile_run_the_planned_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``RandomRotation`` says that it does not support compilation; traced, it can be planned and compiled."""
+    case = CASES["RandomRotation"]
+    model = case.model()
+    assert not model.jit_compile
+    plan_of(model, case.data()[0], MESHES["2x4"]).apply(model)
+    monkeypatch.setattr("autoshard_ilp.keras_runtime.programs.eager_program", None)
+    assert np.isfinite(model.train_on_batch(*case.data()[0])[0])
+    for wanted in ({"jit_compile": False}, {"run_eagerly": True}):
+        asked = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+        asked.compile("sgd", "mse", **wanted)
+        assert runs_eagerly(asked)
+
+
+@pytest.mark.slow
+def test_random_crop_predicts() -> None:
+    """It resizes and crops the centre then."""
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((9, 8, 3))
+    model = keras.Model(inputs, layers.Dense(4)(layers.GlobalMaxPooling2D()(layers.RandomCrop(6, 5)(inputs))))
+    x = np.random.default_rng(0).uniform(0, 255, (BATCH, 9, 8, 3)).astype("float32")
+    expected = model.predict(x, verbose=0)
+    plan_of(model, (x,), MESHES["2x4"], seed=0, mode="predict").apply(model)
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-5, atol=1e-3)

@@ -82,6 +82,8 @@ def check_equal(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
         np.testing.assert_allclose(result["shared"], alone["bare"]["losses"], rtol=1e-5)
         np.testing.assert_allclose(result["parts"]["losses"], alone["parts"]["losses"], rtol=1e-4)
         np.testing.assert_allclose(result["parts"]["predicted"], alone["parts"]["predicted"], rtol=1e-3, atol=1e-4)
+        for a, b in zip(result["parts"]["on batch"], alone["parts"]["on batch"], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
         assert result["training"]["history"] == first["history"]
 
 

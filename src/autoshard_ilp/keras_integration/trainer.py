@@ -10,9 +10,11 @@ Read against keras 3.15 (``backend/jax/trainer.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.keras_integration.inspection import state_variables
 
 FUNCTIONS = {"train": "train_function", "evaluate": "test_function", "predict": "predict_function"}
@@ -49,8 +51,14 @@ def reattach(model: Any, mode: str, state: Sequence[Sequence[Any]]) -> None:
 
 
 def runs_eagerly(model: Any) -> bool:
-    """Whether the user has asked for steps that are not compiled (``run_eagerly=True`` or ``jit_compile=False``)."""
-    return bool(model.run_eagerly or not model.jit_compile)
+    """Whether the user has asked for steps that are not compiled (``run_eagerly=True`` or ``jit_compile=False``).
+
+    Keras sets ``jit_compile=False`` itself where a layer says ``supports_jit = False`` (``RandomRotation`` and others,
+    for the sake of TensorFlow's compiler). A step that could be planned can be compiled, so that is no reason.
+    """
+    from keras.src.trainers.trainer import model_supports_jit
+
+    return bool(model.run_eagerly or (not model.jit_compile and model_supports_jit(model)))
 
 
 def own_step(model: Any, mode: str) -> Step:
@@ -80,6 +88,46 @@ def install(model: Any, steps: dict[str, Step], check: Callable[[str], None]) ->
         make, function = _maker(model, mode, step, check)
         setattr(model, _MAKERS[mode], make)
         setattr(model, FUNCTIONS[mode], function())  # at once: an epoch under way does not ask again
+    if compat.coordination() is not None:
+        for name in ("train_on_batch", "test_on_batch"):
+            setattr(model, name, _on_batch(model, name))
+
+
+def _on_batch(model: Any, name: str) -> Callable[..., Any]:
+    """The model's own method, which then takes arrays that are spread over processes."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _shared_arrays_stay():
+            return getattr(type(model), name)(model, *args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _shared_arrays_stay() -> Iterator[None]:
+    """Keras copies every batch to one device before its step sees it; of other processes' shards it cannot.
+
+    Arrays that are spread over processes go to the step as they are, which lays them out; all others as Keras does it.
+    """
+    import jax
+    import keras
+    from keras.src.backend.jax import trainer
+
+    really = trainer._distribute_data
+
+    def is_shared(value: Any) -> bool:
+        return isinstance(value, jax.Array) and not value.is_fully_addressable
+
+    def distribute(data: Any, layouts: Any = None) -> Any:
+        if layouts is not None or not any(map(is_shared, keras.tree.flatten(data))):
+            return really(data, layouts)
+        return keras.tree.map_structure(lambda x: x if is_shared(x) or x is None else really(x), data)
+
+    trainer._distribute_data = distribute
+    try:
+        yield
+    finally:
+        trainer._distribute_data = really
 
 
 def refuse_training(model: Any, error: Exception) -> None:
