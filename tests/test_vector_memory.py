@@ -94,18 +94,6 @@ def test_only_tpus_have_it() -> None:
     assert autoshard.profile("h100").vector_memory_bytes == 0
 
 
-def test_steps_with_loops_get_nothing() -> None:
-    import keras
-
-    def recurrent() -> Any:
-        net = keras.Sequential([keras.Input((16, 32)), keras.layers.LSTM(32, return_sequences=True)])
-        net.compile(optimizer="sgd", loss="mse")
-        return net
-
-    plan = autoshard.optimize(recurrent, {"data": 4}, hardware="tpu-v5e", batch_size=64, progress=False)
-    assert plan.trail.program.on_chip_bytes == 0
-
-
 @pytest.mark.parametrize(("activation", "written"), [("gelu", 2), ("silu", 1)])
 def test_error_functions_are_written_for_the_backward_pass(activation: str, written: int) -> None:
     """Exact GELUs keep their error function beside the product's result, also on TPU; others are computed again."""

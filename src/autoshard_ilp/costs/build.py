@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.costs.carried import count_twice
 from autoshard_ilp.costs.combining import gathered_together, reduced_together
 from autoshard_ilp.costs.memory import fusible
 from autoshard_ilp.costs.onchip import keep_on_chip, vector_bytes
 from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies
 from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, flow_table, flow_tensor, operand_labels
+from autoshard_ilp.costs.tiles import padding, through_convolutions, tiled_bytes
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.sharding import WHOLE, local_bytes, local_shape
 
@@ -47,10 +49,27 @@ class _Account:
         self.rows: list[tuple[bool, int, int, int]] = []
         self.categories: list[str] = []
         self.labels: list[str] = []
+        self.stacks: list[int] = []  # lifetimes of what loops stack up
         self.family = getattr(table.profile, "family", "")
         self.gathered = gathered_together(table.graph, table.buffers, self.family)
         self.reduced = reduced_together(table.graph, table.buffers, self.family)
+        self.images = through_convolutions(table.graph) if self.family == "tpu" else {}
         self.pads = self.family == "gpu" and leaves_triton(table.graph)
+
+    def bytes_of(self, table: CostTable, tensor: int, itemsize: float, layouts: Sequence[Any]) -> np.ndarray:
+        """Bytes on one device of a tensor in each of some layouts; 0 for None."""
+        shape, sizes = table.graph.tensors[tensor].shape, table.axis_sizes
+        if self.family != "tpu":
+            return np.array([0 if lay is None else local_bytes(shape, itemsize, lay, sizes) for lay in layouts])
+        fastest = self.fastest(table, tensor)
+        known = {lay: 0 if lay is None else tiled_bytes(shape, itemsize, lay, sizes, fastest) for lay in set(layouts)}
+        return np.array([known[lay] for lay in layouts])
+
+    def fastest(self, table: CostTable, tensor: int) -> tuple[int, ...]:
+        """Dimensions of which two must vary fastest in a TPU's memory; none: any may."""
+        root = int(table.buffers.root[tensor])
+        same = len(table.graph.tensors[root].shape) == len(table.graph.tensors[tensor].shape)
+        return self.images.get(root, ()) if same else ()
 
     def hold(self, is_edge: bool, owner: int, start: int, end: int, category: str, label: str) -> None:
         self.rows.append((is_edge, owner, start, max(end, start + 1)))
@@ -89,15 +108,18 @@ def build_program(
         for i, (c, cost) in enumerate(zip(table.classes, costs, strict=True))
     )
     program = Program(nodes, (*edges, *extra), account.lifetimes(), capacity)
-    size = vector_bytes(table.graph, table.profile)
-    kept = keep_on_chip(_without_loops(program), account.categories, account.labels, size, table.buffers.horizon)
-    return Built(*kept)
+    counted = _without_loops(program), account.categories, account.labels
+    if account.family == "tpu":
+        counted = count_twice(*counted, account.stacks, table.buffers.horizon)
+    return Built(*keep_on_chip(*counted, vector_bytes(table.profile), table.buffers.horizon))
 
 
 def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: list[np.ndarray]) -> Edge:
     seconds, copies = flow_table(table, flow)
     u, v = table.classes[flow.u].results[flow.result], operand_labels(table, flow)
-    copies = np.where(_only_sliced(table, flow, u.layouts, v.layouts), 0, copies) if copies.any() else copies
+    if copies.any() and flow.operand != REUSE:
+        copies = np.where(_only_sliced(table, flow, u.layouts, v.layouts), 0, copies)
+    copies = _in_tiles(table, flow, account, v.layouts, copies) if copies.any() and account.family == "tpu" else copies
     if copies.any() and _counts(table, flow) and len(table.classes) > 1:
         for op_id, operand in flow.uses:
             start, end = _copy_lifetime(table, flow, op_id)
@@ -107,6 +129,15 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
                 # Collectives put the gathered dimension in front; a loop reads its slices from a transposed copy.
                 account.hold(True, index, start, start + 1, "gathered", _label(table, op_id, operand))
     return Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, flow.count * seconds, copies)
+
+
+def _in_tiles(table: CostTable, flow: Flow, account: _Account, ends: Sequence[Any], copies: np.ndarray) -> np.ndarray:
+    """Bytes of copies on a TPU, whose memory is tiled."""
+    tensor = flow_tensor(table, flow)
+    fastest = account.fastest(table, tensor.id)
+    plain = [end is None or any(isinstance(a, str) for a in end) for end in ends]
+    shapes = [() if p else local_shape(tensor.shape, end, table.axis_sizes) for p, end in zip(plain, ends, strict=True)]
+    return np.ceil(copies * np.array([padding(tuple(shape), fastest) for shape in shapes])).astype(np.int64)
 
 
 def _only_sliced(table: CostTable, flow: Flow, starts: Sequence[Any], ends: Sequence[Any]) -> np.ndarray:
@@ -192,37 +223,30 @@ def _hold_results(
         if not buffers.stored[t] or np.prod(tensor.shape) * tensor.itemsize < SMALL_BYTES:
             continue
         itemsize = float(table.precision.held[t])
-        held = np.array([local_bytes(tensor.shape, itemsize, s.results[j], sizes) for s in cls.strategies])
+        held = account.bytes_of(table, t, itemsize, [s.results[j] for s in cls.strategies])
         spans = []
         for m in cls.members:
             out = graph.ops[m].outputs[j]
             category, label = _category(table, m, out, roles)
             spans.append((int(buffers.start[out]), int(buffers.end[out]), category, label))
+        first = len(account.rows)
         hold(held, spans)
+        stacked = [i for i, m in enumerate(cls.members) if graph.ops[m].primitive == "loop_stack"]
+        account.stacks += [first + i for i in stacked if first < len(account.rows)]
         if account.family == "tpu" and _is_odd_result(table, t):
             odd = np.array([local_shape(tensor.shape, s.results[j], sizes)[-1] % 128 > 0 for s in cls.strategies])
             moved = [(start, start + 1, category, label) for start, _, category, label in spans]
             hold(np.where(odd, held, 0), moved)
     if representative.primitive not in BOUNDARY and any(s.resolutions for s in cls.strategies):
         tensor = graph.tensors[representative.outputs[0]]
-        held = np.array(
-            [
-                local_bytes(tensor.shape, tensor.itemsize, s.partial, sizes)
-                if s.partial not in (None, s.results[0])
-                else 0
-                for s in cls.strategies
-            ]
-        )
+        parts = [s.partial if s.partial != s.results[0] else None for s in cls.strategies]
+        held = account.bytes_of(table, tensor.id, tensor.itemsize, parts)
         spans = [
             (int(buffers.time[m]), int(buffers.time[m]) + 1, "activations", graph.ops[m].scope) for m in cls.members
         ]
         hold(held, spans)
-        waiting = np.array(
-            [
-                local_bytes(tensor.shape, tensor.itemsize, s.partial, sizes) if s.resolutions and s.partial else 0
-                for s in cls.strategies
-            ]
-        )
+        parts = [s.partial if s.resolutions else None for s in cls.strategies]
+        waiting = account.bytes_of(table, tensor.id, tensor.itemsize, parts)
         ends = [(m, account.reduced.get(graph.ops[m].outputs[0], 0)) for m in cls.members]
         hold(
             waiting,

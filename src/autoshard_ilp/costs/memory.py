@@ -170,7 +170,28 @@ def _stored(graph: Graph, root: np.ndarray, family: str) -> np.ndarray:
     several = _read_by_several_kernels(graph, root, stored, readers, family)
     if family == "gpu":
         several = _last_of_chains(graph, several, readers)
+    if family == "tpu":
+        several &= ~_padded(graph, root, stored, several, readers)
     return _with_dear_ones(graph, root, stored, several, family)
+
+
+def _padded(
+    graph: Graph, root: np.ndarray, stored: np.ndarray, several: np.ndarray, readers: Sequence[Sequence[Op]]
+) -> np.ndarray:
+    """Marks as stored what XLA:TPU pads for several kernels, at the end of the chain that has one reader.
+
+    The gradient of a slice, such as that of a sequence's first token, is as large as what was sliced.
+    """
+    found, inside = np.zeros(len(graph.tensors), bool), np.zeros(len(graph.tensors), bool)
+    for op in graph.ops:
+        if op.primitive in VIEWS or not fusible(op):
+            continue
+        padded = op.primitive == "pad" or any(inside[root[t]] for t in op.inputs)
+        for t in op.outputs:
+            written = padded and bool(several[t]) and len({r.id for r in readers[t]}) > 1
+            found[t], inside[t] = written, padded and not written and not stored[t]
+    stored |= found
+    return found
 
 
 def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
@@ -228,7 +249,10 @@ def _with_dear_ones(graph: Graph, root: np.ndarray, stored: np.ndarray, several:
         mine = _leaves(graph, root, found, behind, op)
         for t in op.outputs:
             behind[t] = mine
-            found[t] |= several[t] and _size(graph, mine - long) > DEAR_LEAVES * graph.tensors[t].bytes
+            own = graph.tensors[t]
+            # XLA:TPU casts a weight or an input in each of the products that read it, though it reads twice the bytes.
+            read = _size(graph, mine - long, own.itemsize if family == "tpu" else math.inf)
+            found[t] |= several[t] and read > DEAR_LEAVES * own.bytes
     return found
 
 
@@ -285,8 +309,10 @@ def _leaves(
     return frozenset(sorted(read)[:MAX_LEAVES])
 
 
-def _size(graph: Graph, tensors: frozenset[int]) -> int:
-    return sum(graph.tensors[t].bytes for t in tensors)
+def _size(graph: Graph, tensors: frozenset[int], widest: float = math.inf) -> float:
+    """Bytes of tensors, as if none had more than ``widest`` bytes per element."""
+    found = (graph.tensors[t] for t in tensors)
+    return sum(t.bytes if t.itemsize <= widest else math.prod(t.shape) * widest for t in found)
 
 
 def _written_in_place(graph: Graph, root: np.ndarray) -> set[int]:
@@ -385,9 +411,7 @@ def _region_ends(graph: Graph, time: np.ndarray) -> dict[int, int]:
 
 def _region_start(graph: Graph, stack: Op, time: np.ndarray) -> int:
     """A scan writes its stacked result into a buffer held from the loop's start."""
-    inside = graph.tensors[stack.inputs[0]].producer
-    region = graph.ops[inside].region if inside is not None else 0
-    return min((int(time[op.id]) for op in graph.ops if op.region == region and region), default=int(time[stack.id]))
+    return min((int(time[op.id]) for op in graph.ops if op.region == stack.region), default=int(time[stack.id]))
 
 
 def _prepared_together(graph: Graph, start: np.ndarray) -> None:

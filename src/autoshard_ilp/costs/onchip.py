@@ -7,8 +7,7 @@ fewer than arguments, results and the buffers that are larger than the whole vec
     device memory(t) = max(sum of all - V, arguments + results + large buffers(t))
 
 In the integer program the first side counts V less at the instants of the step, and the second are instants of their
-own after it: one if no buffer can be that large, else one for each instant of the step. Steps that stack activations in
-a loop for the backward pass get nothing: compiled LSTMs hold more than they would (docs/fidelity.md).
+own after it: one if no buffer can be that large, else one for each instant of the step.
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.graph import Graph
 from autoshard_ilp.program.model import Edge, Lifetimes, Program
 
 
-def vector_bytes(graph: Graph, profile: Any) -> int:
+def vector_bytes(profile: Any) -> int:
     """Bytes of short-lived buffers that a step holds on the chip."""
-    trains = any(op.phase == "backward" for op in graph.ops)
-    stacks = trains and any(op.primitive == "loop_stack" for op in graph.ops)
-    return 0 if stacks else int(getattr(profile, "vector_memory_bytes", 0))
+    return int(getattr(profile, "vector_memory_bytes", 0))
 
 
 def keep_on_chip(
