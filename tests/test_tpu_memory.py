@@ -178,3 +178,21 @@ def test_an_instant_is_never_counted_less_than_it_holds() -> None:
         choices = [0] * 9
         assert (q.usage_over_time(choices) >= p.usage_over_time(choices)).all()
         assert q.peak(choices) <= 2 * p.peak(choices)
+
+
+def test_masks_of_positions_are_written() -> None:
+    """The one-hot labels that a cross-entropy and its gradient read: a byte per logit on TPU."""
+    import keras
+
+    def build() -> Any:
+        inputs = keras.Input((16,), dtype="int32")
+        x = keras.layers.Dense(1000)(keras.layers.Embedding(64, 64)(inputs))
+        net = keras.Model(inputs, x)
+        net.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return net
+
+    for hardware, written in (("tpu-v5e", 1), ("h100", 0)):
+        plan = plan_of(build, {"data": 2}, hardware, batch_size=64)
+        graph, stored = plan.trail.graph, plan.trail.costs.buffers.stored
+        masks = [t for t in graph.tensors if t.dtype == "bool" and t.shape == (64, 16, 1000) and stored[t.id]]
+        assert len(masks) == written

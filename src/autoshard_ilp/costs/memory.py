@@ -59,6 +59,8 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 """XLA:TPU computes operands of these inside the kernel: an activation function is not written for the product after it,
 and is computed again for the weight's gradient."""
 
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
 MAX_LEAVES = 8
 """Buffers counted behind a fused tensor: enough to tell that reading them takes longer than reading the tensor."""
 
@@ -172,7 +174,29 @@ def _stored(graph: Graph, root: np.ndarray, family: str) -> np.ndarray:
         several = _last_of_chains(graph, several, readers)
     if family == "tpu":
         several &= ~_padded(graph, root, stored, several, readers)
+        stored |= _compared_positions(graph, root, several)
     return _with_dear_ones(graph, root, stored, several, family)
+
+
+def _compared_positions(graph: Graph, root: np.ndarray, several: np.ndarray) -> np.ndarray:
+    """Masks made by comparing positions: XLA:TPU writes these, a byte per element, for several kernels.
+
+    One-hot labels of a cross-entropy are among them (u8[1024,50257] twice for GPT-2, from the forward to the backward
+    pass), and causal masks. Signs of activations and dropout masks are computed again.
+    """
+    counted, found = np.zeros(len(graph.tensors), bool), np.zeros(len(graph.tensors), bool)
+    for op in graph.ops:
+        if op.primitive not in ("iota", "broadcast_in_dim", "convert_element_type", *VIEWS, *COMPARISONS):
+            continue
+        positions = op.primitive == "iota" or any(counted[t] for t in op.inputs)
+        for t in op.outputs:
+            found[t] = positions and op.primitive in COMPARISONS
+            counted[t] = positions and not found[t]
+    needed = several.copy()
+    for op in graph.ops:
+        if op.primitive == "convert_element_type":  # as a number
+            needed[root[op.inputs[0]]] |= several[op.outputs[0]]
+    return found & needed & (root == np.arange(len(root)))
 
 
 def _padded(
@@ -244,7 +268,9 @@ def _with_dear_ones(graph: Graph, root: np.ndarray, stored: np.ndarray, several:
     found = stored.copy()
     behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
     # A long function's result stands beside what it was made of: kernels read both rather than a third array.
-    long = frozenset(t for op in graph.ops if op.primitive in LONG and family == "tpu" for t in op.outputs)
+    # A mask is a byte per element.
+    beside = LONG | COMPARISONS if family == "tpu" else frozenset()
+    long = frozenset(t for op in graph.ops if op.primitive in beside for t in op.outputs)
     for op in graph.ops:
         mine = _leaves(graph, root, found, behind, op)
         for t in op.outputs:
