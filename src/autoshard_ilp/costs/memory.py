@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard_ilp.costs.written import COMPARISONS, compared_positions, padded_for_several
 from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op
 
 VIEWS = frozenset(
@@ -58,8 +59,6 @@ UNFUSIBLE = frozenset(
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 """XLA:TPU computes operands of these inside the kernel: an activation function is not written for the product after it,
 and is computed again for the weight's gradient."""
-
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 MAX_LEAVES = 8
 """Buffers counted behind a fused tensor: enough to tell that reading them takes longer than reading the tensor."""
@@ -173,49 +172,12 @@ def _stored(graph: Graph, root: np.ndarray, family: str) -> np.ndarray:
     if family == "gpu":
         several = _last_of_chains(graph, several, readers)
     if family == "tpu":
-        several &= ~_padded(graph, root, stored, several, readers)
-        stored |= _compared_positions(graph, root, several)
+        fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
+        padded = padded_for_several(graph, root, stored, several, readers, fuses)
+        stored |= padded
+        several &= ~padded
+        stored |= compared_positions(graph, root, several, VIEWS)
     return _with_dear_ones(graph, root, stored, several, family)
-
-
-def _compared_positions(graph: Graph, root: np.ndarray, several: np.ndarray) -> np.ndarray:
-    """Masks made by comparing positions: XLA:TPU writes these, a byte per element, for several kernels.
-
-    One-hot labels of a cross-entropy are among them (u8[1024,50257] twice for GPT-2, from the forward to the backward
-    pass), and causal masks. Signs of activations and dropout masks are computed again.
-    """
-    counted, found = np.zeros(len(graph.tensors), bool), np.zeros(len(graph.tensors), bool)
-    for op in graph.ops:
-        if op.primitive not in ("iota", "broadcast_in_dim", "convert_element_type", *VIEWS, *COMPARISONS):
-            continue
-        positions = op.primitive == "iota" or any(counted[t] for t in op.inputs)
-        for t in op.outputs:
-            found[t] = positions and op.primitive in COMPARISONS
-            counted[t] = positions and not found[t]
-    needed = several.copy()
-    for op in graph.ops:
-        if op.primitive == "convert_element_type":  # as a number
-            needed[root[op.inputs[0]]] |= several[op.outputs[0]]
-    return found & needed & (root == np.arange(len(root)))
-
-
-def _padded(
-    graph: Graph, root: np.ndarray, stored: np.ndarray, several: np.ndarray, readers: Sequence[Sequence[Op]]
-) -> np.ndarray:
-    """Marks as stored what XLA:TPU pads for several kernels, at the end of the chain that has one reader.
-
-    The gradient of a slice, such as that of a sequence's first token, is as large as what was sliced.
-    """
-    found, inside = np.zeros(len(graph.tensors), bool), np.zeros(len(graph.tensors), bool)
-    for op in graph.ops:
-        if op.primitive in VIEWS or not fusible(op):
-            continue
-        padded = op.primitive == "pad" or any(inside[root[t]] for t in op.inputs)
-        for t in op.outputs:
-            written = padded and bool(several[t]) and len({r.id for r in readers[t]}) > 1
-            found[t], inside[t] = written, padded and not written and not stored[t]
-    stored |= found
-    return found
 
 
 def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:

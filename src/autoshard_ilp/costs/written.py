@@ -1,0 +1,69 @@
+"""What XLA:TPU writes although it would be cheap to compute again: masks of positions, padded gradients.
+
+Both were seen in programs compiled for v5e (docs/fidelity.md): where several kernels need them, they are written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from autoshard_ilp.graph import Graph, Op
+
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+
+def compared_positions(graph: Graph, root: np.ndarray, several: np.ndarray, views: Collection[str]) -> np.ndarray:
+    """Masks made by comparing positions: a byte per element, for several kernels.
+
+    One-hot labels of a cross-entropy are among them (u8[1024,50257] twice for GPT-2, from the forward to the backward
+    pass), and causal masks. Signs of activations and dropout masks are computed again.
+
+    Args:
+        root: per tensor, the tensor whose buffer a view reads.
+        several: per tensor, whether several kernels need it.
+        views: primitives whose result shares its operand's buffer.
+    """
+    counted, found = np.zeros(len(graph.tensors), bool), np.zeros(len(graph.tensors), bool)
+    for op in graph.ops:
+        if op.primitive not in ("iota", "broadcast_in_dim", "convert_element_type", *views, *COMPARISONS):
+            continue
+        positions = op.primitive == "iota" or any(counted[t] for t in op.inputs)
+        for t in op.outputs:
+            found[t] = positions and op.primitive in COMPARISONS
+            counted[t] = positions and not found[t]
+    needed = several.copy()
+    for op in graph.ops:
+        if op.primitive == "convert_element_type":  # as a number
+            needed[root[op.inputs[0]]] |= several[op.outputs[0]]
+    return found & needed & (root == np.arange(len(root)))
+
+
+def padded_for_several(
+    graph: Graph,
+    root: np.ndarray,
+    stored: np.ndarray,
+    several: np.ndarray,
+    readers: Sequence[Sequence[Op]],
+    fuses: Sequence[bool],
+) -> np.ndarray:
+    """What is padded for several kernels, at the end of the chain of operations that has one reader.
+
+    The gradient of a slice, such as that of a sequence's first token, is as large as what was sliced.
+
+    Args:
+        root, several: as for :func:`compared_positions`.
+        stored: per tensor, whether it has a buffer anyway.
+        readers: per tensor, the operations that read it.
+        fuses: per operation, whether it may be computed inside its reader.
+    """
+    found, inside = np.zeros(len(graph.tensors), bool), np.zeros(len(graph.tensors), bool)
+    for op in graph.ops:
+        if not fuses[op.id]:
+            continue
+        padded = op.primitive == "pad" or any(inside[root[t]] for t in op.inputs)
+        for t in op.outputs:
+            found[t] = padded and bool(several[t]) and len({r.id for r in readers[t]}) > 1
+            inside[t] = padded and not found[t] and not stored[t]
+    return found
