@@ -108,7 +108,7 @@ def build_program(
         for i, (c, cost) in enumerate(zip(table.classes, costs, strict=True))
     )
     program = Program(nodes, (*edges, *extra), account.lifetimes(), capacity)
-    counted = _without_loops(program), account.categories, account.labels
+    counted = _without_loops(program), tuple(account.categories), tuple(account.labels)
     if account.family == "tpu":
         counted = count_twice(*counted, account.stacks, table.buffers.horizon)
     return Built(*keep_on_chip(*counted, vector_bytes(table.profile), table.buffers.horizon))
