@@ -196,3 +196,28 @@ def test_masks_of_positions_are_written() -> None:
         graph, stored = plan.trail.graph, plan.trail.costs.buffers.stored
         masks = [t for t in graph.tensors if t.dtype == "bool" and t.shape == (64, 16, 1000) and stored[t.id]]
         assert len(masks) == written
+
+
+def test_a_residual_sum_is_written_whatever_small_vectors_it_reads() -> None:
+    """Two normalised convolutions: eight vectors come before them among what a kernel would read again."""
+    import keras
+
+    def build() -> Any:
+        x = inputs = keras.Input((32, 32, 128))
+        for _ in range(2):
+            a, b = (keras.layers.BatchNormalization()(keras.layers.Conv2D(128, 1)(x)) for _ in range(2))
+            x = keras.layers.ReLU()(a + b)
+        net = keras.Model(inputs, keras.layers.GlobalAveragePooling2D()(x))
+        net.compile(optimizer="sgd", loss="mse")
+        return net
+
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        plan = plan_of(build, {"data": 2}, "tpu-v5p", batch_size=256, mode="predict")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    graph, stored = plan.trail.graph, plan.trail.costs.buffers.stored
+    written = [t for t in graph.tensors if t.shape == (256, 32, 32, 128) and stored[t.id] and t.producer is not None]
+    kinds = [graph.ops[t.producer].primitive for t in written]
+    assert kinds.count("conv_general_dilated") == 4
+    assert len(kinds) >= 6  # and the input, and the first sum

@@ -234,7 +234,7 @@ def _with_dear_ones(graph: Graph, root: np.ndarray, stored: np.ndarray, several:
     beside = LONG | COMPARISONS if family == "tpu" else frozenset()
     long = frozenset(t for op in graph.ops if op.primitive in beside for t in op.outputs)
     for op in graph.ops:
-        mine = _leaves(graph, root, found, behind, op)
+        mine = _leaves(graph, root, found, behind, op, largest=family == "tpu")
         for t in op.outputs:
             behind[t] = mine
             own = graph.tensors[t]
@@ -286,15 +286,21 @@ def _fuses_operand(op: Op, family: str) -> bool:
 
 
 def _leaves(
-    graph: Graph, root: np.ndarray, stored: np.ndarray, behind: Sequence[frozenset[int]], op: Op
+    graph: Graph,
+    root: np.ndarray,
+    stored: np.ndarray,
+    behind: Sequence[frozenset[int]],
+    op: Op,
+    largest: bool = False,
 ) -> frozenset[int]:
-    """Buffers that a kernel reads to compute an operation; of many, the first ones."""
+    """Buffers that a kernel reads to compute an operation; of many, the first ones, or the largest."""
     read: set[int] = set()
     for t in op.inputs:
         base = int(root[t])
         if graph.tensors[base].literal is None:
             read |= {base} if stored[base] else behind[base]
-    return frozenset(sorted(read)[:MAX_LEAVES])
+    order = sorted(read, key=lambda t: (-graph.tensors[t].bytes, t)) if largest else sorted(read)
+    return frozenset(order[:MAX_LEAVES])
 
 
 def _size(graph: Graph, tensors: frozenset[int], widest: float = math.inf) -> float:

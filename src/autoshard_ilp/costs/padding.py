@@ -6,8 +6,7 @@ numbers where a dimension of one device's share is no multiple of 8 are padded f
 copy of each operand while the product runs (``xla/service/gpu/transforms/cublas_pad_for_gemms``; the slice of the
 result fuses into what reads it).
 
-XLA:TPU pads inside its tiled layouts instead, and picks the order of dimensions that pads least, so that arrays of
-these sizes grow by less than a percent; that is not modelled.
+XLA:TPU pads inside its tiled layouts instead (:mod:`autoshard_ilp.costs.tiles`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from autoshard_ilp.sharding import Layout, local_bytes, local_shape
 ROWS, LANES = 8, 128
 """A tile, in elements."""
 
-POOLING = ("reduce_window", "select_and_scatter_add", "select_and_gather_add")
+POOLING = ("reduce_window", "select_and_scatter_add", "select_and_gather_add", "pad")
 
 
 def tiled_bytes(
