@@ -134,7 +134,7 @@ class Frontier:
         limit = math.inf if budget is None else float(budget)
         best: tuple[float, Policy, Any] | None = None
         for policy in self.policies:
-            cutoff = math.inf if best is None else best[0] * (1 - SAME)
+            cutoff = math.inf if best is None else best[0] * (1 - SAME / 2)
             if policy.bound(limit) >= cutoff:
                 continue  # it cannot be faster
             solution = policy.solve(budget, self.left(), self.progress, cutoff)

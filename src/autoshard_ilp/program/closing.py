@@ -49,8 +49,12 @@ BEFORE_PRESOLVE = 3.0  # times as many are worth a presolve
 ENOUGH_CELLS = 10_000  # a program smaller than this is not worth its run: the guess may be wider
 TABLE_CELLS = 5_000  # largest table that presolve makes of what is left
 SHARE = 0.4  # of the time left, for one integer program
+PRICES_SHARE = 0.1  # .. and for the first prices
 GUESSES = 12
 TRIES = 12  # of a limit, per guess
+
+
+NOTHING = MilpResult("infeasible", None, math.inf, 0.0)
 
 
 class Closing:
@@ -85,11 +89,14 @@ class Closing:
             found = self._guess(above)
             if found is None:
                 break
-            net, limit = found
-            if self._better_prices(net) and limit < self.search.upper:
-                continue  # the same guess again leaves less
-            known = self.search.upper
-            self._learn(net, limit, self._solve(net))
+            (net, limit), known = found, self.search.upper
+            try:
+                net, again = self._relax(net, limit)
+                if again:
+                    continue  # the same guess leaves less now
+                self._learn(net, limit, self._solve(net, limit))
+            except EmptyNodeError:
+                self._learn(net, limit, NOTHING)
             if self.search.upper < known and not (self.fresh or self.proved):
                 self._shrink()
             bound = max(self.bound, self.search.lower)
@@ -137,6 +144,7 @@ class Closing:
         box = np.maximum(4.0 * current, unit)
         for x in (owner.relaxed, *owner.seen):
             self._cut(x)
+        deadline = self._deadline(PRICES_SHARE)
         for _ in range(STEPS):
             self._move(now, current)
             now = current
@@ -144,7 +152,8 @@ class Closing:
             if self.messages.bound > self.bound:
                 self.bound, self.prices, best = self.messages.bound, now, self.messages.state()
                 search.prove(min(self.bound, search.upper))
-            found = None if self.fresh or owner.stop() else model_maximiser(self.cuts, box, owner.capacity)
+            late = owner.stop() or time.monotonic() > deadline
+            found = None if self.fresh or late else model_maximiser(self.cuts, box, owner.capacity)
             if found is None:
                 break
             target, value, box = found
@@ -159,24 +168,37 @@ class Closing:
         if math.isfinite(cost):
             self.cuts.append((cost, self.owner.excess(choices)))
 
-    def _better_prices(self, net: Net) -> bool:
-        """Takes the prices of the linear relaxation of ``net``; False when the bound did not gain much.
+    def _relax(self, net: Net, limit: float) -> tuple[Net, bool]:
+        """The net without what the linear relaxation rules out below ``limit``, and whether a new guess is worth more.
 
-        Raises:
-            EmptyNodeError: not even fractions fit, so nothing beats the best plan.
+        The relaxation's prices are the best for this net, and often better than those known for all.
         """
-        since = time.monotonic()
-        prices = None
-        if net.live and len(net.base):
-            try:
-                prices = Milp(net, self.owner.capacity, self.search.upper).prices(self._deadline())
-            except EmptyNodeError:
-                return False  # the integer program says so too
-        self.search.add_seconds("highs", since)
-        if prices is None or self.owner.stop():
-            return False
-        start, before, old = self.messages.state(), self.bound, self.prices
-        self._move(old, prices)
+        if not net.live or not len(net.base):
+            return net, False
+        search, since = self.search, time.monotonic()
+        try:
+            milp = Milp(net, self.owner.capacity, search.upper)
+            found = milp.relax(self._deadline(SHARE), search.options.seed)
+        except EmptyNodeError:
+            return net, False  # the integer program says so too
+        finally:
+            search.add_seconds("highs", since)
+        if found is None or self.owner.stop():
+            return net, False
+        search.prove(min(found.bound - found.margin_seconds, limit, search.upper))
+        if self._better_prices(found.prices) and limit < search.upper:
+            return net, True
+        if math.isfinite(limit) and limit >= search.upper:  # below it, what is ruled out may be part of a good plan
+            cells = net.size()["cells"]
+            net = milp.without(found, limit)
+            if net.size()["cells"] < SHRUNK * cells:
+                self._presolve(net)
+        return net, False
+
+    def _better_prices(self, prices: np.ndarray) -> bool:
+        """Takes these prices if their bound is better; False when it did not gain much."""
+        start, before = self.messages.state(), self.bound
+        self._move(self.prices, prices)
         self._settle()
         if self.messages.bound <= before:
             self.messages.restore(start)
@@ -184,6 +206,12 @@ class Closing:
         self.prices, self.bound = prices, self.messages.bound
         self.search.prove(min(self.bound, self.search.upper))
         return self.bound - before > GAIN * abs(before)
+
+    def _presolve(self, net: Net) -> None:
+        """What is left gets smaller still, and its tables lose what nothing alive refers to."""
+        self.search.presolve(net, 3, TABLE_CELLS, self.owner.capacity)
+        for number in list(net.factors):
+            reduce.compress(net, number)
 
     def _settle(self) -> None:
         """Sweep until the bound hardly rises, then decode a plan."""
@@ -201,9 +229,9 @@ class Closing:
             if (self.owner.excess(choices) <= 0).all():
                 self.fresh = self.owner.offer(choices)
 
-    def _deadline(self) -> float:
+    def _deadline(self, share: float) -> float:
         now = time.monotonic()
-        return now + SHARE * (self.search.deadline - now)
+        return now + share * (self.search.deadline - now)
 
     def _move(self, old: np.ndarray, new: np.ndarray) -> None:
         """Charge other prices."""
@@ -217,26 +245,24 @@ class Closing:
             return net, upper
         found: tuple[Net, float] | None = None
         small, large = max(self.bound, self.search.lower), upper
-        limit = small + above * abs(small)
+        step = above * abs(small)
         for _ in range(TRIES):
+            limit = small + step if small + step < large else 0.5 * (small + large)
             if not small < limit < large or self.owner.stop():
                 break
             try:
                 net = self._within(limit, GUESS_CELLS)
             except EmptyNodeError:
                 self.search.prove(limit)
-                small, enough = limit, False
+                small = limit
             else:
-                enough = net is not None and net.size()["cells"] > ENOUGH_CELLS
                 if net is None:
                     large = limit
                 else:
                     small, found = limit, (net, limit)
-            if enough:
-                break
-            bound = max(self.bound, self.search.lower)
-            wider = bound + WIDEN * (limit - bound) if limit > bound else limit + above * abs(limit)
-            limit = wider if wider < large else 0.5 * (small + large)
+                    if net.size()["cells"] > ENOUGH_CELLS:
+                        break
+            step *= WIDEN
         return found if found is not None and found[1] > self.tried else None
 
     def _within(self, limit: float, most: int) -> Net | None:
@@ -259,18 +285,16 @@ class Closing:
                 messages.restore(start)
         elif net.size()["cells"] > most:
             return None
-        self.search.presolve(net, 3, TABLE_CELLS, self.owner.capacity)
-        for number in list(net.factors):
-            reduce.compress(net, number)
+        self._presolve(net)
         return net if net.size()["cells"] <= most else None
 
-    def _solve(self, net: Net) -> MilpResult:
+    def _solve(self, net: Net, limit: float) -> MilpResult:
         if not net.live:
             choices = np.zeros(len(net.cost), np.int64)
             if (net.base > self.owner.capacity).any():
-                return MilpResult("infeasible", None, math.inf, 0.0)
+                return NOTHING
             return MilpResult("optimal", choices, net.constant, 0.0)
-        since, deadline = time.monotonic(), self._deadline()
+        since, deadline = time.monotonic(), self._deadline(SHARE if limit < self.search.upper else 1.0)
         result = self._run(net, 0, deadline)
         bound, over = result.bound, self._excess(net, result)
         if over > 0:  # within the tolerance of a row, which is wide in bytes

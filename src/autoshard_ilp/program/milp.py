@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp._ortools import load_mathopt
-from autoshard_ilp.program.net import EmptyNodeError, Net
+from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
 
 TOLERANCE = 1e-9
 """Relative gap, and by how much rows and reduced costs of the scaled program may be off."""
@@ -43,6 +43,22 @@ class MilpResult:
     bound: float
     error_seconds: float
     interrupted: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Relaxation:
+    """The optimum of the linear relaxation.
+
+    Attributes:
+        prices: of the memory rows, seconds per byte.
+        bound: seconds; ``margin_seconds`` is what tolerances may take from it.
+        excess: per column, seconds by which a plan that uses it is dearer than the bound, at least (reduced cost).
+    """
+
+    prices: np.ndarray
+    bound: float
+    excess: np.ndarray
+    margin_seconds: float
 
 
 @dataclass(eq=False)
@@ -95,6 +111,7 @@ class Milp:
         self.arrays = _Arrays([], [], [], [])
         self.x: dict[int, np.ndarray] = {}  # columns
         self.strategies: dict[int, np.ndarray] = {}  # of those columns
+        self.y: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # cells and their columns
         self.base = net.constant
         self.span = self._span(upper)
         held: list[tuple[np.ndarray, np.ndarray]] = []  # columns, bytes per row of memory
@@ -145,6 +162,7 @@ class Milp:
         finite = f.table - low <= self.span
         cells = np.argwhere(finite)
         y = self.arrays.add_columns(f.table[finite] - low)
+        self.y[number] = cells, y
         for axis, (v, labels) in enumerate(zip(f.scope, f.labels, strict=True)):
             rows = self.arrays.add_rows(f.table.shape[axis])
             self.arrays.add_entries(rows[cells[:, axis]], y, 1.0)
@@ -193,8 +211,8 @@ class Milp:
             return MilpResult("unknown", None, self.base, 0.0, interrupted)
         return self._read(load_mathopt(), result, interrupted)
 
-    def prices(self, deadline: float, seed: int = 0) -> np.ndarray | None:
-        """Prices of the memory rows in the linear relaxation, seconds per byte; None when it is not solved in time.
+    def relax(self, deadline: float, seed: int = 0) -> Relaxation | None:
+        """The linear relaxation; None when it is not solved in time.
 
         Raises:
             EmptyNodeError: even fractions of strategies do not fit.
@@ -208,12 +226,35 @@ class Milp:
             raise EmptyNodeError("rows")
         if result.termination.reason != reasons.OPTIMAL or not result.has_dual_feasible_solution():
             return None
-        first = self.arrays.n_rows - len(self.net.base)
-        found = np.zeros(len(self.net.base))
+        first = self.arrays.n_rows - len(self.room)
+        prices, excess = np.zeros(len(self.room)), np.zeros(self.arrays.n_columns)
         for row, value in result.dual_values().items():
             if row.id >= first:
-                found[row.id - first] = max(0.0, -value) * self.unit / self.scale
-        return found
+                prices[row.id - first] = max(0.0, -value) * self.unit / self.scale
+        for column, value in result.reduced_costs().items():
+            excess[column.id] = max(0.0, value) * self.unit
+        bound = self.base + max(0.0, result.objective_value()) * self.unit
+        return Relaxation(prices, bound, excess, 10 * TOLERANCE * self.unit)
+
+    def without(self, relaxation: Relaxation, limit: float) -> Net:
+        """A copy of the net without the strategies and cells that are in no plan of at most ``limit`` seconds."""
+        gone = relaxation.bound + relaxation.excess > limit + relaxation.margin_seconds
+        net = self.net.copy()
+        for v, columns in self.x.items():
+            if gone[columns].any():
+                cost = np.full(len(net.cost[v]), np.inf)
+                kept = self.strategies[v][~gone[columns]]
+                cost[kept] = net.cost[v][kept]
+                net.set_cost(v, cost)
+        for number, (cells, columns) in self.y.items():
+            if gone[columns].any():
+                f, out = net.factors[number], tuple(cells[gone[columns]].T)
+                table, used = f.table.copy(), None if f.used is None else f.used.copy()
+                table[out] = np.inf
+                if used is not None:
+                    used[(slice(None), *out)] = 0
+                net.replace(number, Factor(f.scope, f.labels, table, used))
+        return net
 
     def _run(self, proto: Any, deadline: float, seed: int, gap_seconds: float = 0.0) -> tuple[Any, bool]:
         """What HiGHS makes of a model, and whether Ctrl-C came meanwhile (then None)."""
