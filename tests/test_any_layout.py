@@ -109,3 +109,44 @@ def test_a_batch_of_loops_ends_row_by_row():
         return jax.vmap(lambda row: jax.lax.while_loop(lambda s: jnp.sum(s) > 1, lambda s: s * 0.5, jnp.abs(row)))(a)
 
     check(halved, (normal(16, 8),), TWO, range(2))
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "mesh", "seeds"),
+    [
+        (lambda x, a, b: jax.lax.dynamic_slice(jnp.sin(x), (a, b), (3, 2)), (normal(3, 3), 2, 2), TWO, (1, 3)),
+        (
+            lambda x, a, b: jax.lax.dynamic_slice(jnp.sin(x)[:, 2:6], (a, b), (12, 2)),
+            (normal(12, 8), 2, 7),
+            UNEVEN,
+            (3, 16),
+        ),
+        (
+            lambda x, a: jax.vmap(lambda s: jax.lax.dynamic_slice_in_dim(jnp.sin(x), s, 3, 1))(a),
+            (normal(12, 8), jnp.array([7], jnp.int32)),
+            UNEVEN,
+            (9, 10),
+        ),
+    ],
+    ids=["full", "cut before", "gather"],
+)
+def test_a_slice_that_begins_too_late_moves_back(fn, args, mesh, seeds):
+    """XLA joins it with the slices that cut values into shards, and forgets to move it."""
+    check(lambda *a: jnp.sin(fn(*a)), args, mesh, seeds)
+
+
+def test_slices_and_updates_out_of_range_of_a_slice():
+    """What XLA gets wrong on one device too; the plan gives what the operations say."""
+
+    def fn(x, a, b):
+        part = jax.lax.dynamic_slice(x, (a, 0), (4, 8))
+        late = jax.lax.dynamic_slice(part, (b.astype(jnp.int8), jnp.int8(0)), (2, 8))
+        row = jnp.take(part, b, 0, mode="clip")
+        return late, row, part.at[b].set(-1.0, mode="drop"), part.at[b - 9].add(1.0, mode="drop")
+
+    args = (normal(12, 8), jnp.int32(2), jnp.int32(7))
+    with jax.disable_jit():
+        expected = fn(*args)
+    for seed in (0, 1):
+        got = plan_at_random(fn, args, TWO, seed, strict=True).jit()(*args)
+        jax.tree.map(np.testing.assert_allclose, got, expected)

@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp import manual, ties
+from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
@@ -367,8 +368,7 @@ class _Run:
             args = [self.in_order(frame, op, i, self.read(frame, op, i)) for i in range(len(op.inputs))]
             if op.primitive == "conv_general_dilated":
                 args = self.whole_windows(op, args)
-            elif op.primitive.startswith("scatter"):
-                args = self.rows_made_before(op, args)
+            args = within_bounds(self.graph.view(op), args, self.plan.mesh.size)
         if op.primitive == "optimization_barrier":
             outs = list(jax.lax.optimization_barrier(tuple(args)))
         elif op.primitive == "sharding_constraint":
@@ -460,19 +460,6 @@ class _Run:
             layouts.append(layout)
         sizes = [plan.mesh.shape[name] for name in plan.axis_names]
         return axes_of_factors(view, rule_for(view), layouts, plan.axis_names, sizes)
-
-    def rows_made_before(self, op: Op, args: list[Any]) -> list[Any]:
-        """Finishes the operand of a scatter of one index per device before the scatter, where its rows are sharded.
-
-        XLA makes a slice of such a scatter. Where the operand is cut out of a larger array just before, its simplifier
-        joins both slices and forgets to clamp the second: a device that does not hold the row overwrites another one.
-        """
-        layout = self.plan.decisions.operands.get((op.id, 0), self.plan.layout(op.inputs[0]))
-        rows = op.params["dimension_numbers"].scatter_dims_to_operand_dims
-        indices = math.prod(self.graph.tensors[op.inputs[1]].shape[:-1])
-        if indices > self.plan.mesh.size or (layout is not None and not set(layout) & set(rows)):
-            return args
-        return [jax.lax.optimization_barrier(args[0]), *args[1:]]
 
     def whole_windows(self, op: Op, args: list[Any]) -> list[Any]:
         """Keeps the image whole in a convolution whose window is as large as its result (a kernel gradient).
