@@ -64,8 +64,8 @@ def test_the_compiler_confirms_it(once_and_again: tuple[autoshard.Plan, autoshar
     once, again = (plan.verify("h100:8") for plan in once_and_again)
     budget = once_and_again[1].memory.budget_bytes
     assert budget is not None and once.compiled_peak_bytes is not None and again.compiled_peak_bytes is not None
-    # Predictions may be 5 % too low (docs/fidelity.md); optimize(verify=True) is there to stay below the budget itself.
-    assert again.compiled_peak_bytes <= 1.05 * budget < once.compiled_peak_bytes
+    # optimize(verify=True) is there to stay below the budget itself.
+    assert again.compiled_peak_bytes <= 1.01 * budget < once.compiled_peak_bytes
     saved = once_and_again[0].memory.peak_bytes - once_and_again[1].memory.peak_bytes
     assert once.compiled_peak_bytes - again.compiled_peak_bytes > 0.8 * saved
     counts = [sum(r.compiled_bytes_per_device for r in v.rows_by_collective if r.kind == "all-gather")

@@ -83,7 +83,8 @@ def split_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes
         n = pieces(blocks, rows, columns, contracted)
         if n == 1 or min(rows, columns) == 1:
             continue
-        held[i] = n * blocks * rows * columns * ACCUMULATOR_BYTES
+        # The sum is written only after them.
+        held[i] = blocks * rows * columns * (n * ACCUMULATOR_BYTES - graph.tensors[op.outputs[0]].itemsize)
         narrowest = min(math.ceil(graph.tensors[t].itemsize) for t in op.inputs)
         if contracted % (n * VECTOR_BYTES // narrowest):
             held[i] += sum(
