@@ -180,6 +180,9 @@ class _Open:
     relaxed: Any = None
 
 
+PRUNED: dict[str, Any] = {"status": "pruned", "reason": "no plan on this mesh can be as fast as the best"}
+
+
 class Search:
     """The search over meshes; see the module docstring."""
 
@@ -249,17 +252,20 @@ class Search:
         if self.interrupted:
             return replace(one.candidate, status="not tried", reason="interrupted")
         if self.prune and one.candidate.lower_bound_s >= best:  # what recomputes is no faster: copies only add cost
-            return replace(one.candidate, status="pruned", reason="no plan on this mesh can be as fast as the best")
+            return replace(one.candidate, **PRUNED)
+        cutoff, slower = (best if self.prune else math.inf), False
         solutions: dict[str, tuple[Problem, Any]] = {}
 
         def tried(policy: str, seconds: float) -> Any:
+            nonlocal slower
             problem = one.problem or self.source.problem(policy, one.request, self.progress)
             relaxed = one.relaxed
             one.problem = one.relaxed = None  # only the first policy is priced already
             known = Known()
             if relaxed is not None and relaxed.choices is not None:
                 known = Known((relaxed.choices,), relaxed.lower_bound)
-            solution = self._watched(solved(problem, self.progress, known, seconds))
+            solution = self._watched(solved(problem, self.progress, known, seconds, cutoff=cutoff))
+            slower = slower or (solution.status != "infeasible" and solution.lower_bound >= cutoff)
             if solution.choices is None or solution.status == "infeasible":
                 failed = failure_of(problem, solution)
                 return failed if policy in self.policies else failed.without_tables()
@@ -274,6 +280,8 @@ class Search:
             one.request.solver.time_limit,
             share=recomputed_share,
         )
+        if found.plan is None and slower:
+            return replace(one.candidate, **PRUNED)
         if found.plan is None:
             return self._failed(one, found.failures)
         return self._solved(one.candidate, *solutions[found.plan.remat_policy])
