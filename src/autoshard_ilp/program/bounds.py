@@ -179,6 +179,14 @@ class Messages:
             choices[v] = self.alive[v][s]
         return choices
 
+    def cost(self, choices: np.ndarray) -> float:
+        """Seconds of an assignment of the net (that of the completed plan, within float noise)."""
+        parts = [float(self.theta[v][np.searchsorted(self.alive[v], choices[v])]) for v in self.nodes]
+        for n, table in self.tables.items():
+            f = self.net.factors[n]
+            parts.append(float(table[tuple(lab[choices[v]] for v, lab in zip(f.scope, f.labels, strict=True))]))
+        return self.bound + math.fsum(parts)
+
     def sweep(self, upper: float = math.inf) -> int:
         """One pass forward and one back; strategies that cannot be in a plan cheaper than ``upper`` become ``inf``.
 

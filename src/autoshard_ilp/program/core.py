@@ -94,6 +94,7 @@ class Descent:
         prove: callback for lower bounds in seconds.
         done: True when the gap asked for is reached.
         deadline: monotonic seconds.
+        worth: whether a plan of that many seconds is worth completing and offering.
         rounds: most neighbours and most table cells of an eliminated node, round by round.
     """
 
@@ -101,6 +102,7 @@ class Descent:
     prove: Callable[[float], None]
     done: Callable[[], bool]
     deadline: float
+    worth: Callable[[float], bool] = lambda seconds: True
     rounds: Sequence[tuple[int, int]] = ROUNDS
     branching: StrongBranching | None = field(default=None, init=False)
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -150,7 +152,8 @@ class Descent:
             if sweeps % CHECK and time.monotonic() < self.deadline:
                 continue
             plans.append(messages.improve(messages.decode()))
-            upper = self.offer(net.complete(plans[-1]))
+            if self.worth(messages.cost(plans[-1])):
+                upper = self.offer(net.complete(plans[-1]))
             self.prove(messages.bound)
             stalled = messages.bound - before < STALL * (upper - messages.bound)
             if self.done() or time.monotonic() > self.deadline or (stalled and sweeps > CHECK):

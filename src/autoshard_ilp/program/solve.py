@@ -155,7 +155,10 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
     if search.best is not None:
         state["best"] = search.best
 
-    descent = Descent(offer, prove, done, search.deadline)
+    def worth(seconds: float) -> bool:  # a dearer plan may fit where the best one does not
+        return not state["fits"] or seconds < state["upper"]
+
+    descent = Descent(offer, prove, done, search.deadline, worth)
     search.report["descent"] = descent.log
     try:
         start = build_net(program) if room is None else build_net(program, room.keep, cells=room.cells)
