@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from typing import Any
 
 import keras
@@ -73,6 +74,36 @@ def test_layers_that_keras_does_not_compile_run_the_planned_program(monkeypatch:
         asked = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
         asked.compile("sgd", "mse", **wanted)
         assert runs_eagerly(asked)
+
+
+class _Drawing(layers.Layer):
+    """Draws from Python's generator in every call, as ``AugMix`` does; compiled, it would draw once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supports_jit = False
+
+    def call(self, x: Any) -> Any:
+        return x * random.uniform(0.5, 2.0)
+
+
+def test_a_layer_that_draws_in_python_draws_in_every_step() -> None:
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(5)
+        model = keras.Sequential([keras.Input((4,)), _Drawing(), layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        return model
+
+    batch = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")
+    alone, planned = build(), build()
+    plan_of(planned, batch, MESHES["2x4"]).apply(planned)
+    losses = []
+    for model in (alone, planned):
+        model.train_on_batch(*batch)  # Keras calls the layer once more to create its metrics
+        random.seed(1)
+        losses.append([float(model.train_on_batch(*batch)) for _ in range(3)])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert len(set(losses[0])) == 3
 
 
 @pytest.mark.slow

@@ -77,6 +77,7 @@ class TracedStep:
             variables that are not part of the state. Empty for a model that was passed in live.
         rebuild: builds the model once more, abstractly, and returns the variables behind ``state``; ``None`` for a
             model that was passed in live.
+        draws: whether tracing it drew from Python's or numpy's random generators: what was drawn is part of the step.
     """
 
     closed_jaxpr: Any
@@ -92,6 +93,7 @@ class TracedStep:
     mode: str
     creation: tuple[int | None, ...] = ()
     rebuild: Callable[[], tuple[list[Any], ...]] | None = None
+    draws: bool = False
 
 
 def trace_model(
@@ -293,7 +295,7 @@ def _trace(
     fn = {"train": _train_function, "evaluate": _evaluate_function, "predict": _predict_function}[mode](model)
     hint = "A step that trains with model.fit on JAX can be traced; try one step of fit on a small batch"
     hint += ", and give targets= if the derived ones are not what the loss takes." if mode == "train" else "."
-    with _explained(model, f"traced (mode={mode!r})", hint), ki.repeatable():
+    with _explained(model, f"traced (mode={mode!r})", hint), ki.repeatable() as drawn:
         closed_jaxpr, out_shape = jax.make_jaxpr(fn, return_shape=True)(state, batch)
     arguments = _arguments(model, mode, variables, state, batch, references)
     results, aliases = _results(model, mode, arguments, state, out_shape)
@@ -309,6 +311,7 @@ def _trace(
         model=model,
         batch_size=batch_size,
         mode=mode,
+        draws=bool(drawn),
     )
 
 

@@ -198,19 +198,31 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def repeatable() -> Iterator[None]:
+def repeatable() -> Iterator[list[str]]:
     """Python's and numpy's random generators from the same state every time, and put back afterwards.
 
     Some layers (``AugMix``) draw from them while they are traced. The same model must trace to the same step: when it
     is planned, when the plan is applied, and in every process.
+
+    Yields:
+        a list that holds, afterwards, the names of the generators that were drawn from.
     """
     import numpy as np
 
     python_state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(0)
+    python_start, numpy_start = random.getstate(), _position(np.random.get_state())
+    drawn: list[str] = []
     try:
-        yield
+        yield drawn
     finally:
+        drawn += ["Python"] if random.getstate() != python_start else []
+        drawn += ["numpy"] if _position(np.random.get_state()) != numpy_start else []
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def _position(state: Any) -> tuple[Any, ...]:
+    """A state of numpy's generator that can be compared."""
+    return state[1].tobytes(), *state[2:]

@@ -50,15 +50,19 @@ def reattach(model: Any, mode: str, state: Sequence[Sequence[Any]]) -> None:
     model._jax_state_synced = True
 
 
-def runs_eagerly(model: Any) -> bool:
+def runs_eagerly(model: Any, draws: bool = False) -> bool:
     """Whether the user has asked for steps that are not compiled (``run_eagerly=True`` or ``jit_compile=False``).
 
     Keras sets ``jit_compile=False`` itself where a layer says ``supports_jit = False`` (``RandomRotation`` and others,
     for the sake of TensorFlow's compiler). A step that could be planned can be compiled, so that is no reason.
+
+    Args:
+        model: a compiled Keras model, or one that predicts.
+        draws: whether its step draws from Python's generator in every call (``AugMix``); compiled, it would do so once.
     """
     from keras.src.trainers.trainer import model_supports_jit
 
-    return bool(model.run_eagerly or (not model.jit_compile and model_supports_jit(model)))
+    return bool(model.run_eagerly or (not model.jit_compile and (draws or model_supports_jit(model))))
 
 
 def own_step(model: Any, mode: str) -> Step:

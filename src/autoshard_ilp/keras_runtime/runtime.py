@@ -171,7 +171,8 @@ class Runtime:
     def _program(self, mode: str, batch: Any) -> Program:
         import jax
 
-        eager = ki.runs_eagerly(self.model)
+        traced = self.plan.executable.traced if self.plan.executable is not None else None
+        eager = ki.runs_eagerly(self.model, draws=traced is not None and traced.draws)
         specs = jax.tree.map(_spec, batch)
         key = ("eager", mode) if eager else self._key(mode, specs)
         if key not in self.programs:
