@@ -27,6 +27,11 @@ def load_mathopt() -> Any:
     return _load("ortools.math_opt.python.mathopt")
 
 
+def load_solve_interrupter() -> Any:
+    """The module ``ortools.util.python.solve_interrupter``, loaded in the same way."""
+    return _load("ortools.util.python.solve_interrupter")
+
+
 def _load(name: str) -> Any:
     with _LOADING:
         if name in sys.modules:

@@ -13,7 +13,6 @@ The equalities make the relaxation the local polytope, far tighter than ``y >= x
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from autoshard_ilp.errors import AutoshardError
 from autoshard_ilp.program.memory import Row, usage
 from autoshard_ilp.program.model import Program
 from autoshard_ilp.program.net import EmptyNodeError, Net
+from autoshard_ilp.program.stoppable import run_stoppable
 
 RESOLUTION = 2**34  # integer objective units between the base and the upper bound
 MAX_INT = 2**60
@@ -237,32 +237,14 @@ def run_solver(
                 raised.append(error)
                 self.stop_search()
 
-    status: list[Any] = []
-
-    def work() -> None:
-        try:
-            status.append(solver.solve(model, Report()))
-        except BaseException as error:  # raised again in the caller's thread
-            raised.append(error)
-
-    thread = threading.Thread(target=work, name="cp-sat", daemon=True)
-    interrupted = False
-    thread.start()
-    while thread.is_alive():
-        try:
-            thread.join(0.2)
-            if interrupted:
-                solver.stop_search()  # again: a first call may come before the search has begun
-        except KeyboardInterrupt:
-            interrupted = True
-            solver.stop_search()
+    status, interrupted = run_stoppable("cp-sat", lambda: solver.solve(model, Report()), solver.stop_search)
     for error in raised:
         if not isinstance(error, KeyboardInterrupt):
             raise error
         interrupted = True
-    if status[0] == cp_model.MODEL_INVALID:
+    if status == cp_model.MODEL_INVALID:
         raise AutoshardError(f"CP-SAT refused the model. Received: {model.validate()[:300]}. Please report this.")
-    return CpRun(solver, status[0], interrupted)
+    return CpRun(solver, status, interrupted)
 
 
 def configure(solver: Any, options: CpOptions) -> None:

@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import datetime
 import math
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from autoshard_ilp._ortools import load_mathopt
+from autoshard_ilp._ortools import load_mathopt, load_solve_interrupter
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
+from autoshard_ilp.program.stoppable import run_stoppable
 
 TOLERANCE = 1e-9
 """Relative gap, and by how much rows and reduced costs of the scaled program may be off."""
+
+STOP_SECONDS = 2.0
+"""How long a solver that was told to stop is waited for."""
 
 RATIO = 1e-9
 """Costs below this part of the largest are left out of the program: they are below what HiGHS resolves."""
@@ -267,7 +270,14 @@ class Milp:
             random_seed=seed % (2**31 - 1),
             highs=_options(),
         )
-        return _in_thread(lambda: mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters))
+        stop = load_solve_interrupter().SolveInterrupter()
+        kind = mathopt.SolverType.HIGHS
+        return run_stoppable(
+            "highs",
+            lambda: mathopt.solve(model, kind, params=parameters, interrupter=stop),
+            stop.interrupt,
+            STOP_SECONDS,
+        )
 
     def _read(self, mathopt: Any, result: Any, interrupted: bool) -> MilpResult:
         reasons = mathopt.TerminationReason
@@ -296,26 +306,3 @@ def _options() -> Any:
     for name in ("primal_feasibility_tolerance", "dual_feasibility_tolerance", "mip_feasibility_tolerance"):
         options.double_options[name] = TOLERANCE
     return options
-
-
-def _in_thread(work: Any) -> tuple[Any, bool]:
-    """The result of ``work()``, and whether Ctrl-C came meanwhile; HiGHS itself goes on until its deadline."""
-    found: list[Any] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except BaseException as error:  # raised again in the caller's thread
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="highs", daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.1)
-    except KeyboardInterrupt:
-        return None, True
-    if raised:
-        raise raised[0]
-    return found[0], False
