@@ -140,7 +140,7 @@ def deep(width: int, depth: int) -> Callable[[], keras.Model]:
 def test_a_budget_below_the_replicated_state_shards_weights_and_slots() -> None:
     batch, width, depth, mesh = 1024, 256, 3, {"data": 4}
     weight = F32 * width * width
-    budget = int(10.5 * weight)  # the state is 12 weights, or 3 when all of it is sharded
+    budget = int(11.5 * weight)  # the state is 12 weights, or 3 when all of it is sharded
     whole = plan_of(deep(width, depth), mesh, batch_size=batch, pins={"kernel": ()})
     assert whole.memory.peak_bytes > budget
     assert {kind for kind, _, _ in tensors_moved(whole)} == {"all-reduce"}
