@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autoshard_ilp.program.constrained import Constrained
 
 STEPS = 12  # of the prices, at most
+WARM_STEPS = 3  # .. where prices are known for some rows
 CLOSE = 0.05  # of the gap: prices that near to the best are good enough
 ROUGH = 0.003  # relative gap, before any plan is known
 SWEEPS = 10
@@ -51,7 +52,10 @@ TABLE_CELLS = 5_000  # largest table that presolve makes of what is left
 SHARE = 0.4  # of the time left, for one integer program
 PRICES_SHARE = 0.1  # .. and for the first prices
 GUESSES = 12
-TRIES = 12  # of a limit, per guess
+WIDE_CELLS = 2_000_000
+FEW = (16, 8, 4, 2)  # strategies per node where no guess leaves little
+PLANS = 4  # of the plans met, the last ones
+TRIES = 8  # of a limit, per guess
 
 
 NOTHING = MilpResult("infeasible", None, math.inf, 0.0)
@@ -72,6 +76,7 @@ class Closing:
         self.bound, self.proved = -math.inf, False
         self.cuts: list[tuple[float, np.ndarray]] = []  # of plans: seconds, usage - capacity in bytes per row
         self.fresh: list[int] = []
+        self.few_tried: float | None = None  # the best plan, in seconds, when few strategies per node were last tried
         self.tried = -math.inf  # the widest limit solved so far, in seconds
         self._begin()
 
@@ -86,13 +91,15 @@ class Closing:
         for _ in range(GUESSES):
             if self.fresh or self.proved or self.owner.stop():
                 break
-            found = self._guess(above)
+            known = self.search.upper
+            wide = self.net.size()["cells"] > WIDE_CELLS  # where guesses rarely leave little
+            found = (self._few(known) if wide else None) or self._guess(above) or self._few(known)
             if found is None:
                 break
-            (net, limit), known = found, self.search.upper
+            net, limit = found
             try:
                 net, again = self._relax(net, limit)
-                if again:
+                if again and limit > self.bound:
                     continue  # the same guess leaves less now
                 self._learn(net, limit, self._solve(net, limit))
             except EmptyNodeError:
@@ -145,7 +152,7 @@ class Closing:
         for x in (owner.relaxed, *owner.seen):
             self._cut(x)
         deadline = self._deadline(PRICES_SHARE)
-        for _ in range(STEPS):
+        for _ in range(STEPS if not self.prices.any() else WARM_STEPS):
             self._move(now, current)
             now = current
             self._settle()
@@ -264,6 +271,36 @@ class Closing:
                         break
             step *= WIDEN
         return found if found is not None and found[1] > self.tried else None
+
+    def _few(self, known: float) -> tuple[Net, float] | None:
+        """A few strategies per node, those of least bound and of the plans met: no proof, but often a good plan.
+
+        The limit is the bound, which the answer cannot change. None where that has been tried with no better plan.
+        """
+        if self.few_tried is not None and known >= self.few_tried:
+            return None
+        self.few_tried = known
+        totals = self.messages.totals()
+        plans = [x for x in (*self.owner.seen[-PLANS:], self.search.best) if x is not None and self.net.contains(x)]
+        for count in FEW:
+            if self.owner.stop():
+                break
+            net = self.net.copy()
+            for v in self.messages.nodes:
+                alive = self.messages.alive[v]
+                kept = alive[np.argsort(totals[v], kind="stable")[:count]]
+                cost = np.full(len(net.cost[v]), np.inf)
+                for s in (kept, [int(x[v]) for x in plans]):
+                    cost[s] = net.cost[v][s]
+                net.set_cost(v, cost)
+            for number in list(net.factors):
+                reduce.compress(net, number)
+            if net.size()["cells"] > BEFORE_PRESOLVE * GUESS_CELLS:
+                continue
+            self._presolve(net)
+            if net.size()["cells"] <= GUESS_CELLS:
+                return net, self.bound
+        return None
 
     def _within(self, limit: float, most: int) -> Net | None:
         """The net without what cannot be in a plan cheaper than ``limit`` seconds; None if more than ``most`` cells.
