@@ -218,11 +218,11 @@ def test_a_tight_budget_gathers_again():
     }
     mesh = {"all": 8}
     loose = autoshard.optimize(_wide(), mesh, **options)
-    tight = autoshard.optimize(_wide(), mesh, int(loose.memory.peak_bytes * 0.8), **options)
+    tight = autoshard.optimize(_wide(), mesh, int(loose.memory.peak_bytes * 0.85), **options)
     gathered = [
         sum(c.count * c.bytes_per_device for c in p.collectives if c.kind == "all-gather") for p in (loose, tight)
     ]
-    assert tight.memory.peak_bytes <= 0.8 * loose.memory.peak_bytes
+    assert tight.memory.peak_bytes <= 0.85 * loose.memory.peak_bytes
     assert gathered[1] > gathered[0] > 0
 
 
