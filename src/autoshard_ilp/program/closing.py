@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from autoshard_ilp.program.constrained import Constrained
 
 STEPS = 12  # of the prices, at most
-WARM_STEPS = 3  # .. where prices are known for some rows
+WARM_STEPS = 1  # .. where prices are known for some rows
 CLOSE = 0.05  # of the gap: prices that near to the best are good enough
 ROUGH = 0.003  # relative gap, before any plan is known
 SWEEPS = 10
 SETTLE = 6  # times SWEEPS, at most, after prices have changed
-LONG_SWEEPS = 60  # with a good plan known
+NEAR = 0.01  # relative gap from which a better plan rules out much
+LONG_SWEEPS = 60  # with such a plan known
 SHRUNK = 0.8  # of the cells: worth another round
 CLOSED = 0.1  # of the gap: the same
 STALL = 1e-5  # relative rise of the bound that is worth more sweeps
@@ -53,7 +54,7 @@ SHARE = 0.4  # of the time left, for one integer program
 PRICES_SHARE = 0.1  # .. and for the first prices
 GUESSES = 12
 WIDE_CELLS = 2_000_000
-FEW = (16, 8, 4, 2)  # strategies per node where no guess leaves little
+FEW = (8, 4, 2)  # strategies per node where no guess leaves little
 PLANS = 4  # of the plans met, the last ones
 TRIES = 8  # of a limit, per guess
 
@@ -104,7 +105,8 @@ class Closing:
                 self._learn(net, limit, self._solve(net, limit))
             except EmptyNodeError:
                 self._learn(net, limit, NOTHING)
-            if self.search.upper < known and not (self.fresh or self.proved):
+            near = self.search.upper - self.bound < NEAR * abs(self.search.upper)
+            if near and self.search.upper < known and not (self.fresh or self.proved):
                 self._shrink()
             bound = max(self.bound, self.search.lower)
             above = WIDEN * max(above, limit / bound - 1) if bound > 0 and math.isfinite(limit) else WIDEN * above

@@ -14,6 +14,9 @@ from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import Net
 from autoshard_ilp.program.presolve import Presolve
 
+WIDE_GAP = 0.05
+"""A plan further than this from its bound gets the whole time limit."""
+
 PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below this
 
 
@@ -30,14 +33,17 @@ class Search:
     upper: float = field(init=False)  # of the best plan, or the cutoff
     lower: float = -math.inf
     report: dict[str, Any] = field(default_factory=dict)
+    rows_until: float = math.inf  # monotonic time
 
     def __post_init__(self) -> None:
         self.upper = self.cutoff
 
     @property
     def deadline(self) -> float:
-        """Monotonic time at which the limit is reached."""
-        return self.began + self.options.time_limit
+        """Monotonic time at which the limit is reached; with a plan within :data:`WIDE_GAP`, that for memory rows."""
+        limit = self.began + self.options.time_limit
+        good = math.isfinite(self.upper) and self.upper - self.lower <= WIDE_GAP * abs(self.upper)
+        return min(limit, self.rows_until) if good else limit
 
     def tell(self, stage: str) -> None:
         """Report progress."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +74,8 @@ def solve(
         program: nodes, edges, lifetimes, capacity (seconds and bytes).
         options: limits and seed.
         hint: a known assignment, used as a start when it is feasible.
-        rows_seconds: most seconds under memory rows, where memory binds; None: the time limit alone counts.
+        rows_seconds: most seconds under memory rows, where memory binds, once a plan is good (within
+            :data:`~autoshard_ilp.program.search.WIDE_GAP`); None: the time limit alone counts.
         cutoff: seconds; only a cheaper assignment is wanted. Where none is, the answer has ``choices=None`` and a bound
             of ``cutoff``.
         on_progress: called with ``{"stage", "seconds", "objective", "lower_bound", "choices"}``.
@@ -213,8 +213,7 @@ def _solve_with_rows(search: Search, seconds: float | None = None) -> bool:
         return False
     since = time.monotonic()
     if seconds is not None:
-        most = min(search.options.time_limit, since - search.began + seconds)
-        search.options = replace(search.options, time_limit=most)
+        search.rows_until = since + seconds
     infeasible = Constrained(search, choices, room).run()
     search.add_seconds("memory", since)
     return infeasible
