@@ -17,6 +17,9 @@ from autoshard_ilp.program.presolve import Presolve
 WIDE_GAP = 0.05
 """A plan further than this from its bound gets the whole time limit."""
 
+LATE = 0.4
+"""Of the time limit."""
+
 PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below this
 
 
@@ -37,13 +40,21 @@ class Search:
 
     def __post_init__(self) -> None:
         self.upper = self.cutoff
+        least = sum(float(np.min(n.costs)) for n in self.program.nodes)
+        least += sum(float(np.min(e.table)) for e in self.program.edges)
+        if math.isfinite(least):  # of no use but to be a number, should time run out at once
+            self.lower = min(least, self.cutoff)
 
     @property
     def deadline(self) -> float:
-        """Monotonic time at which the limit is reached; with a plan within :data:`WIDE_GAP`, that for memory rows."""
+        """Monotonic time at which the limit is reached; that for memory rows, once a plan is within :data:`WIDE_GAP`.
+
+        Not where that plan came late: whoever wants the rest of the time could not do much with it.
+        """
         limit = self.began + self.options.time_limit
         good = math.isfinite(self.upper) and self.upper - self.lower <= WIDE_GAP * abs(self.upper)
-        return min(limit, self.rows_until) if good else limit
+        late = time.monotonic() > self.began + LATE * self.options.time_limit
+        return min(limit, self.rows_until) if good and not late else limit
 
     def tell(self, stage: str) -> None:
         """Report progress."""
