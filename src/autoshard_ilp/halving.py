@@ -26,9 +26,6 @@ QUICK_SECONDS, QUICK_FACTOR = 5.0, 5.0
 GAIN = 1e-3
 """Relative gain from which a plan with two decisions is taken instead of a proved plan with one."""
 
-WIDE_GAP = 0.05
-"""A tied program whose gap is wider once its share of the time is over gets the rest too: the larger one is harder."""
-
 
 class Priced(Protocol):
     """What is solved."""
@@ -64,6 +61,8 @@ def solve_halved(
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
     """
+    from autoshard_ilp.program.search import WIDE_GAP  # of the tied program: the larger one is harder still
+
     began = clock()
 
     def left() -> float:

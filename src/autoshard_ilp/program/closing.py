@@ -23,7 +23,7 @@ import numpy as np
 from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.milp import Milp, MilpResult
-from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
+from autoshard_ilp.program.net import EmptyNodeError, Net
 from autoshard_ilp.program.prices import PricedRows, model_maximiser
 
 if TYPE_CHECKING:
@@ -372,13 +372,6 @@ class Closing:
 def _take_out(net: Net, messages: Messages) -> None:
     """Remove from the net what the messages have ruled out."""
     for v, gone in messages.ruled_out().items():
-        if len(gone):
-            cost = net.cost[v].copy()
-            cost[gone] = np.inf
-            net.set_cost(v, cost)
+        net.forbid(v, gone)
     for number, table in messages.tables.items():
-        out = np.isinf(table)
-        f = net.factors[number]
-        if (out & np.isfinite(f.table)).any():
-            used = None if f.used is None else np.where(out, 0, f.used)
-            net.replace(number, Factor(f.scope, f.labels, np.where(out, np.inf, f.table), used))
+        net.forbid_cells(number, np.isinf(table))

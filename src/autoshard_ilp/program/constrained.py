@@ -129,20 +129,15 @@ class Constrained:
             return self.settle(net)
         if self.stop():
             return []
-        since = time.monotonic()
-        closing = Closing(self, net, np.array([self.prices.get(r.time, 0.0) for r in self.rows]))
-        fresh = closing.run()
-        self.prices = {r.time: float(p) for r, p in zip(self.rows, closing.prices, strict=True)}
-        entry.update(closing_seconds=time.monotonic() - since, closing_bound=closing.bound, upper=search.upper)
-        if fresh or self.stop():
-            return fresh
-        since = time.monotonic()
-        dual = Dual(self, net, np.array([self.prices.get(r.time, 0.0) for r in self.rows]))
-        fresh = dual.run()
-        self.prices = {r.time: float(p) for r, p in zip(self.rows, dual.prices, strict=True)}
-        entry.update(dual_seconds=time.monotonic() - since, dual_bound=dual.bound, upper=search.upper)
-        if fresh or self.stop():
-            return fresh
+        for name, kind in (("closing", Closing), ("dual", Dual)):
+            since = time.monotonic()
+            dual = kind(self, net, np.array([self.prices.get(r.time, 0.0) for r in self.rows]))
+            fresh = dual.run()
+            self.prices = {r.time: float(p) for r, p in zip(self.rows, dual.prices, strict=True)}
+            seconds = time.monotonic() - since
+            entry.update({f"{name}_seconds": seconds, f"{name}_bound": dual.bound, "upper": search.upper})
+            if fresh or self.stop():
+                return fresh
         if not dual.net.live:
             return self.settle(dual.net)
         if self.small(dual.net):

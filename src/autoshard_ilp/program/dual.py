@@ -160,10 +160,7 @@ class Dual:
         if self.whole:
             self.owner.drop(ruled_out)
         for v, gone in ruled_out.items():
-            if len(gone):
-                cost = self.net.cost[v].copy()
-                cost[gone] = np.inf
-                self.net.set_cost(v, cost)
+            self.net.forbid(v, gone)
 
     def _next(self, box: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
         """Maximiser of the model (seconds per byte), its value, and the box, wider where the maximiser touches it."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp._ortools import load_mathopt, load_solve_interrupter
-from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
+from autoshard_ilp.program.net import EmptyNodeError, Net
 from autoshard_ilp.program.stoppable import run_stoppable
 
 TOLERANCE = 1e-9
@@ -244,19 +244,11 @@ class Milp:
         gone = relaxation.bound + relaxation.excess > limit + relaxation.margin_seconds
         net = self.net.copy()
         for v, columns in self.x.items():
-            if gone[columns].any():
-                cost = np.full(len(net.cost[v]), np.inf)
-                kept = self.strategies[v][~gone[columns]]
-                cost[kept] = net.cost[v][kept]
-                net.set_cost(v, cost)
+            net.forbid(v, self.strategies[v][gone[columns]])
         for number, (cells, columns) in self.y.items():
-            if gone[columns].any():
-                f, out = net.factors[number], tuple(cells[gone[columns]].T)
-                table, used = f.table.copy(), None if f.used is None else f.used.copy()
-                table[out] = np.inf
-                if used is not None:
-                    used[(slice(None), *out)] = 0
-                net.replace(number, Factor(f.scope, f.labels, table, used))
+            out = np.zeros(net.factors[number].table.shape, bool)
+            out[tuple(cells[gone[columns]].T)] = True
+            net.forbid_cells(number, out)
         return net
 
     def _run(self, proto: Any, deadline: float, seed: int, gap_seconds: float = 0.0) -> tuple[Any, bool]:

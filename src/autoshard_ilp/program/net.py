@@ -181,12 +181,24 @@ class Net:
             "cells": int(sum(f.table.size for f in self.factors.values())),
         }
 
+    def forbid(self, v: int, strategies: np.ndarray) -> None:
+        """Take strategies out of a node; raises when nothing stays finite."""
+        if len(strategies):
+            cost = self.cost[v].copy()
+            cost[strategies] = np.inf
+            self.set_cost(v, cost)
+
+    def forbid_cells(self, number: int, cells: np.ndarray) -> None:
+        """Make cells of a factor infinite (bool, as its table); what is infinite holds no bytes."""
+        f = self.factors[number]
+        if (cells & np.isfinite(f.table)).any():
+            used = None if f.used is None else np.where(cells, 0, f.used)
+            self.replace(number, Factor(f.scope, f.labels, np.where(cells, np.inf, f.table), used))
+
     def only(self, v: int, mask: np.ndarray) -> Net:
         """A copy in which ``v`` has only those of its strategies alive (bool)."""
         part = self.copy()
-        cost = part.cost[v].copy()
-        cost[part.alive[v][~mask]] = np.inf
-        part.set_cost(v, cost)
+        part.forbid(v, part.alive[v][~mask])
         return part
 
 
