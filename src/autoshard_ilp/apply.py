@@ -148,6 +148,10 @@ class _Plan:
         t = self.graph.tensors[tensor]
         return None if t.producer is None else self.decisions.results.get((t.producer, t.result_index))
 
+    def operand_layouts(self, op: Op) -> list[Layout | None]:
+        """The decided layouts in which an operation reads its operands."""
+        return [self.decisions.operands.get((op.id, i), self.layout(t)) for i, t in enumerate(op.inputs)]
+
     def constrain(self, value: Any, tensor: int, layout: Layout | None) -> Any:
         """``value`` with a sharding constraint; scalars, keys, partial sums and undecided tensors pass unchanged."""
         rank = len(self.graph.tensors[tensor].shape)
@@ -393,8 +397,7 @@ class _Run:
         """Whether devices hold partial sums of an operation's result, and whether these are scattered by a collective
         of their own: too large to be combined with others, and to be held until it suits the scheduler."""
         plan, tensor = self.plan, self.graph.tensors[op.outputs[0]]
-        operands = [plan.decisions.operands.get((op.id, i), plan.layout(t)) for i, t in enumerate(op.inputs)]
-        left = manual.unreduced(rule_for(replace(self.graph.view(op), params=op.eqn.params)), operands)
+        left = manual.unreduced(rule_for(replace(self.graph.view(op), params=op.eqn.params)), plan.operand_layouts(op))
         result = plan.layout(op.outputs[0])
         if left is None or result is None:
             return True, False
@@ -429,8 +432,7 @@ class _Run:
         plan = self.plan
         if not manual.runs_partial(view):
             return None
-        operands = [plan.decisions.operands.get((op.id, i), plan.layout(t)) for i, t in enumerate(op.inputs)]
-        layouts = (operands, plan.decisions.results.get((op.id, 0)))
+        layouts = (plan.operand_layouts(op), plan.decisions.results.get((op.id, 0)))
         waited_for = op.id in plan.order.gradients and not self.partial_sums(op)[1]
         with compat.like_equation(op.eqn, plan.stack(op)):
             out = manual.run(
@@ -451,8 +453,7 @@ class _Run:
         """Mesh axes of every factor that the decided layouts shard; None where some operand has no decided layout."""
         plan = self.plan
         layouts: list[Layout] = []
-        for i, tensor in enumerate(op.inputs):
-            layout = plan.decisions.operands.get((op.id, i), plan.layout(tensor))
+        for tensor, layout in zip(op.inputs, plan.operand_layouts(op), strict=True):
             if not self.graph.tensors[tensor].shape:
                 layout = replicated(len(plan.axis_names))
             if layout is None:
