@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,9 +61,15 @@ def test_guesses_end_at_the_optimum(shape: str, cells: int, monkeypatch: pytest.
     monkeypatch.setattr(closing, "MOST_CELLS", cells)
     monkeypatch.setattr(closing, "GUESS_CELLS", cells)
     monkeypatch.setattr(closing, "ENOUGH_CELLS", min(cells, 20))
-    tried = 0
+    tried, decided, learn = 0, list[bool](), closing.Closing._learn
+
+    def learned(self: closing.Closing, *args: Any) -> None:
+        learn(self, *args)
+        decided.append(self.proved)
+
+    monkeypatch.setattr(closing.Closing, "_learn", learned)
     for seed in range(12):
-        program = tight(random_program(seed, 7, shape, "plain", forbidden=0.05, memory=True), 0.4)
+        program = tight(random_program(seed, 9, shape, "plain", forbidden=0.05, memory=True), 0.4)
         if program is None:
             continue
         tried += 1
@@ -71,6 +78,7 @@ def test_guesses_end_at_the_optimum(shape: str, cells: int, monkeypatch: pytest.
         assert found.objective == pytest.approx(best.objective, rel=1e-9), seed
         assert found.lower_bound <= best.objective * (1 + 1e-9), seed
     assert tried > 4
+    assert cells == 0 or sum(decided) > 0, "no guess decided anything"
 
 
 def test_a_byte_too_much_is_too_much() -> None:
