@@ -131,7 +131,9 @@ def on_batches() -> list[list[float]]:
     model = build()
     optimize(model).apply(model)
     x, y, weights = *map(shared, data(8)), shared(np.linspace(0.5, 1.5, 8).astype("float32"))
+    classes = shared(np.eye(8, dtype="float32")[np.arange(8) % 3])
     return [
+        model.train_on_batch(x, classes, class_weight={0: 3.0, 1: 0.2}),
         model.train_on_batch(x, y),
         model.train_on_batch(x, y, sample_weight=weights),
         model.test_on_batch(x, y),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import keras
@@ -308,3 +309,46 @@ def test_plans_that_do_not_apply() -> None:
     plan = plan_for(seeded(mlp), features())
     with pytest.raises(autoshard.PlanMismatchError, match="16 devices"):
         dataclasses.replace(plan, mesh=dataclasses.replace(plan.mesh, axis_sizes=(4, 4))).apply(seeded(mlp))
+
+
+class _NoBatches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError(index)
+
+
+def test_data_without_a_sample_are_refused() -> None:
+    """Keras fails on them with whatever its loops meet first."""
+    model = mlp()
+    plan_for(model, features(8)).apply(model)
+    x, y = features(8)
+    before = [v.numpy() for v in model.trainable_variables]
+    actions: list[Any] = [
+        lambda: model.fit(x[:0], y[:0], verbose=0),
+        lambda: model.fit({"features": x[:0]}, y[:0], verbose=0),
+        lambda: model.fit([], [], verbose=0),
+        lambda: model.evaluate(x[:0], y[:0], verbose=0),
+        lambda: model.predict(x=x[:0], verbose=0),
+    ]
+    for action in actions:
+        with pytest.raises(autoshard.InputShapeError, match="at least one sample"):
+            action()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras: the data ran out
+        with pytest.raises(autoshard.InputShapeError, match="Received: _NoBatches"):
+            model.fit(_NoBatches(), verbose=0)
+        for a, b in zip(before, model.trainable_variables, strict=True):
+            np.testing.assert_array_equal(a, b.numpy())
+        model.fit(x, y, validation_data=(x[:0], y[:0]), verbose=0)  # as Keras has it
+
+
+def test_a_method_that_the_user_has_put_on_the_model_stays() -> None:
+    model = mlp()
+    model.predict = lambda x: "mine"
+    plan = plan_for(model, features(8))
+    for _ in range(2):
+        plan.apply(model)
+        assert model.predict(0) == "mine"
+        assert model.fit.__doc__ == type(model).fit.__doc__

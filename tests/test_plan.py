@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +243,20 @@ def test_a_live_model_keeps_its_weights() -> None:
     plan.jit()(state, batch())
     for value, v in zip(before, model.trainable_variables, strict=True):
         assert np.array_equal(value, v.value), "a donated state is not the model's own"
+
+
+def test_a_pickled_plan_is_what_its_file_holds(plan: autoshard.Plan) -> None:
+    """As in a pool of processes: layouts and predictions travel, and the model is bound again."""
+    found = pickle.loads(pickle.dumps(plan))
+    assert planfile.as_text(found) == planfile.as_text(plan)
+    assert found.specs == plan.specs and found.fingerprint == plan.fingerprint
+    with pytest.raises(autoshard.UnsupportedModelError, match="unpickled, holds layouts, not the model"):
+        found.jit()
+    with pytest.raises(autoshard.PlanFileError, match="a pickled plan, which is damaged"):
+        planfile.parsed(planfile.as_text(plan)[:-9])
+
+
+def test_copies_of_a_plan_share_its_step(plan: autoshard.Plan) -> None:
+    for made in (copy.copy(plan), copy.deepcopy(plan), copy.deepcopy({"plans": [plan]})["plans"][0]):
+        assert made is not plan and made.executable is plan.executable and made.trail is plan.trail
+        assert made.specs == plan.specs

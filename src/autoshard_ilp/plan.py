@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -155,7 +155,7 @@ class Plan:
     def _step(self) -> Step:
         if self.executable is None:
             raise UnsupportedModelError(
-                "A plan loaded from a file holds layouts, not the model. Received: a call that runs the model. "
+                "A plan from a file, or unpickled, holds layouts, not the model. Received: a call that runs the model. "
                 'Load it with autoshard.load("plan.json", model=model_or_builder), or call plan.bind(model_or_builder).'
             )
         return self.executable
@@ -333,6 +333,18 @@ class Plan:
         from autoshard_ilp.planfile import save
 
         save(self, path)
+
+    def __reduce__(self) -> Any:
+        """Pickled as its file is written: layouts and predictions travel, the model does not (:meth:`bind` it)."""
+        from autoshard_ilp.planfile import as_text, parsed
+
+        return parsed, (as_text(self),)
+
+    def __copy__(self) -> Plan:
+        return replace(self)  # plans are not changed, so a copy shares its parts, the traced step among them
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return replace(self)
 
     # -- asking ------------------------------------------------------------------------------------------------------
 

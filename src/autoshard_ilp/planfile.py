@@ -28,11 +28,15 @@ _DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, Overflow
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a plan; the file appears whole or not at all."""
     target = file_path(path)
-    text = json.dumps(to_dict(plan), separators=(",", ":"))
     try:
-        write_whole(target, text.encode("utf-8"))
+        write_whole(target, as_text(plan).encode("utf-8"))
     except OSError as error:
         raise PlanFileError(f"A plan is saved to a file that can be written. Received: {target} ({error}).") from error
+
+
+def as_text(plan: Plan) -> str:
+    """A plan as the text of its file."""
+    return json.dumps(to_dict(plan), separators=(",", ":"))
 
 
 def write_whole(target: Path, data: bytes) -> None:
@@ -65,13 +69,28 @@ def load(path: str | os.PathLike[str]) -> Plan:
     """
     source = file_path(path)
     try:
-        data = json.loads(source.read_text(encoding="utf-8"), parse_constant=_no_number)
+        text = source.read_text(encoding="utf-8")
     except OSError as error:
         raise PlanFileError(f"A plan file must exist and be readable. Received: {source} ({error}).") from error
-    except (ValueError, RecursionError) as error:  # of the text's encoding, of JSON, of numbers with too many digits
-        raise PlanFileError(
-            f"A plan file is JSON. Received: {source}, which is damaged or cut off ({error}). Save the plan again."
-        ) from error
+    except ValueError as error:
+        raise _no_json(str(source), error) from error
+    return parsed(text, str(source))
+
+
+def parsed(text: str, source: str = "a pickled plan") -> Plan:
+    """The plan that a text holds.
+
+    Args:
+        text: of a plan file.
+        source: its name in errors.
+
+    Raises:
+        PlanFileError: as :func:`load` does.
+    """
+    try:
+        data = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # of JSON, of numbers with too many digits
+        raise _no_json(source, error) from error
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise PlanFileError(f'A plan file says "format": "{FORMAT}". Received: {source}, which is something else.')
     version = data.get("version")
@@ -93,6 +112,12 @@ def load(path: str | os.PathLike[str]) -> Plan:
             f"A plan file of version {version} has all its fields. Received: {source} with a missing or wrong field "
             f"({type(error).__name__}: {error}). Save the plan again."
         ) from error
+
+
+def _no_json(source: str, error: Exception) -> PlanFileError:
+    return PlanFileError(
+        f"A plan file is JSON. Received: {source}, which is damaged or cut off ({error}). Save the plan again."
+    )
 
 
 def _no_number(text: str) -> Any:

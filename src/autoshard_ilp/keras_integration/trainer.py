@@ -10,11 +10,10 @@ Read against keras 3.15 (``backend/jax/trainer.py``).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from autoshard_ilp import _jax_compat as compat
+from autoshard_ilp.keras_integration import methods
 from autoshard_ilp.keras_integration.inspection import state_variables
 
 FUNCTIONS = {"train": "train_function", "evaluate": "test_function", "predict": "predict_function"}
@@ -92,46 +91,7 @@ def install(model: Any, steps: dict[str, Step], check: Callable[[str], None]) ->
         make, function = _maker(model, mode, step, check)
         setattr(model, _MAKERS[mode], make)
         setattr(model, FUNCTIONS[mode], function())  # at once: an epoch under way does not ask again
-    if compat.coordination() is not None:
-        for name in ("train_on_batch", "test_on_batch"):
-            setattr(model, name, _on_batch(model, name))
-
-
-def _on_batch(model: Any, name: str) -> Callable[..., Any]:
-    """The model's own method, which then takes arrays that are spread over processes."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _shared_arrays_stay():
-            return getattr(type(model), name)(model, *args, **kwargs)
-
-    return run
-
-
-@contextlib.contextmanager
-def _shared_arrays_stay() -> Iterator[None]:
-    """Keras copies every batch to one device before its step sees it; of other processes' shards it cannot.
-
-    Arrays that are spread over processes go to the step as they are, which lays them out; all others as Keras does it.
-    """
-    import jax
-    import keras
-    from keras.src.backend.jax import trainer
-
-    really = trainer._distribute_data
-
-    def is_shared(value: Any) -> bool:
-        return isinstance(value, jax.Array) and not value.is_fully_addressable
-
-    def distribute(data: Any, layouts: Any = None) -> Any:
-        if layouts is not None or not any(map(is_shared, keras.tree.flatten(data))):
-            return really(data, layouts)
-        return keras.tree.map_structure(lambda x: x if is_shared(x) or x is None else really(x), data)
-
-    trainer._distribute_data = distribute
-    try:
-        yield
-    finally:
-        trainer._distribute_data = really
+    methods.install(model)
 
 
 def refuse_training(model: Any, error: Exception) -> None:
