@@ -1,7 +1,7 @@
 """What a model's own methods do under a plan before and after Keras runs them.
 
-``fit``, ``evaluate`` and ``predict`` say so when there is no sample. In a job of several processes ``train_on_batch`` and
-``test_on_batch`` take arrays that are spread over them, class weights included.
+``fit``, ``evaluate`` and ``predict`` say so when there is no sample. In a job of several processes ``train_on_batch``
+and ``test_on_batch`` take arrays that are spread over them, class weights included.
 
 Read against keras 3.15 (``backend/jax/trainer.py``).
 """
@@ -23,9 +23,9 @@ _ON_BATCH = ("train_on_batch", "test_on_batch")
 
 def install(model: Any) -> None:
     """Gives a model the methods of this module; one that the user has put on the model stays."""
-    chosen = {name: _looping for name in _LOOPS}
+    chosen = dict.fromkeys(_LOOPS, _looping)
     if compat.coordination() is not None:
-        chosen |= {name: _on_batch for name in _ON_BATCH}
+        chosen |= dict.fromkeys(_ON_BATCH, _on_batch)
     for name, wrapped in chosen.items():
         present = vars(model).get(name)
         if present is None or hasattr(present, "of_a_plan"):
@@ -123,8 +123,8 @@ def _weights_of(labels: Any, class_weight: Mapping[int, float]) -> Any:
 
     if labels.ndim > 2:
         raise InputShapeError(
-            "class_weight goes with labels of shape (samples,), (samples, 1) or (samples, classes). Received: labels of "
-            f"shape {tuple(labels.shape)}. Pass sample_weight instead."
+            "class_weight goes with labels of shape (samples,), (samples, 1) or (samples, classes). Received: labels "
+            f"of shape {tuple(labels.shape)}. Pass sample_weight instead."
         )
 
     @jax.jit
