@@ -104,6 +104,7 @@ class Messages:
             after=shape[:, 2].copy(),
             label_at=_starts(len(lab) for lab in labels),
             label=np.concatenate(labels or [np.zeros(0, np.int64)]).astype(np.int64),
+            message_at=_starts(shape[:, 1]),
             table_at=table_at,
             last=end[:, 0].copy(),
             first=end[:, 1].copy(),
@@ -187,21 +188,22 @@ class Messages:
             parts.append(float(table[tuple(lab[choices[v]] for v, lab in zip(f.scope, f.labels, strict=True))]))
         return self.bound + math.fsum(parts)
 
-    def sweep(self, upper: float = math.inf) -> int:
-        """One pass forward and one back; strategies that cannot be in a plan cheaper than ``upper`` become ``inf``.
+    def sweep(self, upper: float = math.inf, count: int = 1) -> int:
+        """``count`` passes forward and back; strategies that cannot be in a plan cheaper than ``upper`` become ``inf``.
 
         Returns the number of strategies ruled out. Raises EmptyNodeError when no plan is cheaper than ``upper``.
         """
         margin = SAFETY * abs(upper) if math.isfinite(upper) else 0.0
-        gone = 0
-        for forward in (True, False):
-            self.bound, removed, empty = kernels.sweep(
-                self.flat, self._theta, self._tables, forward, self.bound, upper, margin
-            )
-            if empty >= 0:
-                raise EmptyNodeError(self.nodes[empty])
-            gone += removed
-        return gone
+        self.bound, removed, empty = kernels.sweep(
+            self.flat, self._theta, self._tables, count, self.bound, upper, margin
+        )
+        if empty >= 0:
+            raise EmptyNodeError(self.nodes[empty])
+        return removed
+
+    def strategies(self) -> int:
+        """How many are left."""
+        return int(np.isfinite(self._theta).sum())
 
     def totals(self) -> dict[int, np.ndarray]:
         """A lower bound (seconds above ``bound``) per strategy alive: its cost and the best cell of each factor."""

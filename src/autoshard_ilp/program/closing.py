@@ -128,8 +128,7 @@ class Closing:
         upper = self.search.upper
         while not self.owner.stop():
             before, bound = self.net.size()["cells"], self.bound
-            for _ in range(LONG_SWEEPS):
-                self.messages.sweep(upper)
+            self.messages.sweep(upper, LONG_SWEEPS)
             self.messages.remove_cells(upper)
             self.bound = max(self.bound, self.messages.bound)
             self.search.prove(min(self.bound, upper))
@@ -226,8 +225,7 @@ class Closing:
         """Sweep until the bound hardly rises, then decode a plan."""
         before = -math.inf
         for _ in range(SETTLE):
-            for _ in range(SWEEPS):
-                self.messages.sweep()
+            self.messages.sweep(count=SWEEPS)
             if self.messages.bound - before < STALL * abs(self.messages.bound) or self.owner.stop():
                 break
             before = self.messages.bound
@@ -314,8 +312,7 @@ class Closing:
         if math.isfinite(limit):
             start = messages.state()
             try:
-                for _ in range(NARROW_SWEEPS):
-                    messages.sweep(limit)
+                messages.sweep(limit, NARROW_SWEEPS)
                 messages.remove_cells(limit)
                 if sum(int(np.isfinite(t).sum()) for t in messages.tables.values()) > BEFORE_PRESOLVE * most:
                     return None

@@ -38,7 +38,8 @@ CHECK = 10  # sweeps between two plans
 CORE = 3  # strategies per node of a core
 CORE_CELLS = 100_000
 CORE_SWEEPS = 10
-STALL = 0.05  # a round ends when CHECK sweeps close less than this part of the gap
+STALL = 0.05  # a round ends when CHECK sweeps close less than this part of the gap ..
+SHRINK = 0.7  # .. or leave less than this part of the strategies; then it is repeated before tables may grow
 
 
 def core_plan(messages: Messages, plans: list[np.ndarray], deadline: float) -> np.ndarray | None:
@@ -72,8 +73,7 @@ def core_plan(messages: Messages, plans: list[np.ndarray], deadline: float) -> n
         for number in list(net.factors):
             reduce.compress(net, number)
         inner = Messages(net)
-        for _ in range(CORE_SWEEPS):
-            inner.sweep()
+        inner.sweep(count=CORE_SWEEPS)
         return net.complete(inner.improve(inner.decode()))
     except EmptyNodeError:
         return None
@@ -114,8 +114,10 @@ class Descent:
         Raises:
             EmptyNodeError: no plan is cheaper than ``upper`` (with no upper bound: no plan at all).
         """
-        for number, (degree, cells) in enumerate(self.rounds):
-            if number >= BEFORE_BRANCHING and can_branch(net):
+        level = 0
+        while level < len(self.rounds):
+            degree, cells = self.rounds[level]
+            if level >= BEFORE_BRANCHING and can_branch(net):
                 self.branching = StrongBranching(self.offer, self.prove, self.done, self.deadline)
                 self.branching.run(net, upper)
                 return net
@@ -136,10 +138,12 @@ class Descent:
             if time.monotonic() > self.deadline:
                 return net
             since = time.monotonic()
+            strategies = net.size()["strategies"]
             net, upper, sweeps = self._messages(net, upper)
             entry.update(sweeps=sweeps, lower_bound=net.constant, message_seconds=time.monotonic() - since)
             if self.done():
                 return net
+            level += net.size()["strategies"] > SHRINK * strategies
         return net
 
     def _messages(self, net: Net, upper: float) -> tuple[Net, float, int]:
@@ -147,15 +151,14 @@ class Descent:
             reduce.compress(net, number)
         messages = Messages(net)
         before, sweeps, plans = messages.bound, 0, list[np.ndarray]()
-        for sweeps in range(1, SWEEPS + 1):
-            messages.sweep(upper)
-            if sweeps % CHECK and time.monotonic() < self.deadline:
-                continue
+        for sweeps in range(CHECK, SWEEPS + 1, CHECK):
+            messages.sweep(upper, CHECK)
             plans.append(messages.improve(messages.decode()))
             if self.worth(messages.cost(plans[-1])):
                 upper = self.offer(net.complete(plans[-1]))
             self.prove(messages.bound)
             stalled = messages.bound - before < STALL * (upper - messages.bound)
+            stalled |= messages.strategies() < SHRINK * net.size()["strategies"]
             if self.done() or time.monotonic() > self.deadline or (stalled and sweeps > CHECK):
                 break
             before = messages.bound

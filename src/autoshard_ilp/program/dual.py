@@ -150,8 +150,7 @@ class Dual:
         for number in list(self.net.factors):
             reduce.compress(self.net, number)
         messages = Messages(PricedRows(self.net, owner.capacity).priced(self.prices))
-        for _ in range(SWEEPS):
-            messages.sweep(search.upper)
+        messages.sweep(search.upper, SWEEPS)
         self._drop(messages.ruled_out())
         search.presolve(self.net, 3, 20_000, owner.capacity)
 

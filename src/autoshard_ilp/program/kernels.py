@@ -24,6 +24,7 @@ class Flat(NamedTuple):
         before, labels, after: per port, the table's shape as seen from the node.
         label_at: per port, where its label per strategy alive begins in ``label``.
         label: concatenated labels.
+        message_at: per port, where its messages (one per label) begin.
         table_at: per factor, where its cells begin in ``tables``.
         last, first: per port, whether the node is the last, or the first, of the factor's nodes.
         scope_at, scope, port_of: per factor, its nodes and, in the same order, their ports.
@@ -37,6 +38,7 @@ class Flat(NamedTuple):
     after: np.ndarray
     label_at: np.ndarray
     label: np.ndarray
+    message_at: np.ndarray
     table_at: np.ndarray
     last: np.ndarray
     first: np.ndarray
@@ -45,57 +47,103 @@ class Flat(NamedTuple):
     port_of: np.ndarray
 
 
-@njit(cache=True)
-def _least(tables: np.ndarray, start: int, before: int, labels: int, after: int, out: np.ndarray) -> None:
-    """Least cell per label."""
+# No table holds NaN, and +0 and -0 are the same cost: with that said, minima are computed several cells at a time.
+ORDERED = {"nnan", "nsz"}
+
+
+@njit(cache=True, fastmath=ORDERED)
+def _least(
+    tables: np.ndarray,
+    start: int,
+    before: int,
+    labels: int,
+    after: int,
+    outer: np.ndarray,
+    inner: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Least cell per label, with ``outer`` (one number per index before) and ``inner`` (after) added."""
     for a in range(labels):
         out[a] = INF
     if after == 1:
+        extra = inner[0]
         for b in range(before):
-            row = start + b * labels
+            row = tables[start + b * labels : start + (b + 1) * labels]
+            more = outer[b] + extra
             for a in range(labels):
-                cell = tables[row + a]
-                if cell < out[a]:
-                    out[a] = cell
+                out[a] = min(out[a], row[a] + more)
         return
     for b in range(before):
+        more = outer[b]
         for a in range(labels):
-            row = start + (b * labels + a) * after
-            low = out[a]
+            begin = start + (b * labels + a) * after
+            row = tables[begin : begin + after]
+            low = INF
             for c in range(after):
-                cell = tables[row + c]
-                if cell < low:
-                    low = cell
-            out[a] = low
+                low = min(low, row[c] + inner[c])
+            out[a] = min(out[a], low + more)
 
 
-@njit(cache=True)
+@njit(cache=True, fastmath=ORDERED)
 def _add(tables: np.ndarray, start: int, before: int, labels: int, after: int, extra: np.ndarray) -> None:
     """Add one number per label to its cells."""
     if after == 1:
         for b in range(before):
-            row = start + b * labels
+            row = tables[start + b * labels : start + (b + 1) * labels]
             for a in range(labels):
-                tables[row + a] += extra[a]
+                row[a] += extra[a]
         return
     for b in range(before):
         for a in range(labels):
-            row = start + (b * labels + a) * after
             more = extra[a]
             if more != 0.0:
+                begin = start + (b * labels + a) * after
+                row = tables[begin : begin + after]
                 for c in range(after):
-                    tables[row + c] += more
+                    row[c] += more
+
+
+@njit(cache=True)
+def _beside(
+    flat: Flat, message: np.ndarray, p: int, first: int, last: int, left: np.ndarray, right: np.ndarray
+) -> None:
+    """Sums of the messages of a factor's ports ``first`` to ``last`` (in the order of its axes) but ``p``: per index
+    of the axes before p's (``left``) and after it (``right``)."""
+    left[0] = 0.0
+    right[0] = 0.0
+    size = 1
+    out = left
+    for i in range(first, last):
+        q = flat.port_of[i]
+        if q == p:
+            out, size = right, 1
+            continue
+        count, at = flat.labels[q], flat.message_at[q]
+        if size == 1:
+            base = out[0]
+            for a in range(count):
+                out[a] = base + message[at + a]
+        else:
+            for k in range(size - 1, -1, -1):  # in place: what is read lies before what is written
+                base = out[k]
+                for a in range(count):
+                    out[k * count + a] = base + message[at + a]
+        size *= count
 
 
 @njit(cache=True)
 def sweep(
-    flat: Flat, theta: np.ndarray, tables: np.ndarray, forward: bool, bound: float, upper: float, margin: float
+    flat: Flat, theta: np.ndarray, tables: np.ndarray, count: int, bound: float, upper: float, margin: float
 ) -> tuple[float, int, int]:
-    """One pass over all nodes; ``theta`` and ``tables`` change in place.
+    """``count`` passes forward and back over all nodes; ``theta`` and ``tables`` change in place.
+
+    Forward, nodes come in ascending order and each keeps nothing for factors of which it is the last node; back, the
+    reverse. Until the end a table is only read, with what was moved in or out of it beside it, as one number per
+    label and port: most of the time goes into reading tables.
 
     Args:
-        forward: ascending nodes; each keeps nothing for factors of which it is the last node. Else the reverse.
-        bound: seconds, before the pass.
+        count: passes.
+        bound: seconds, before the passes.
         upper: seconds; strategies that cannot be in a cheaper assignment become ``inf``.
         margin: seconds of tolerance added to ``upper``.
 
@@ -103,72 +151,96 @@ def sweep(
         The bound in seconds, strategies removed, and the node left without strategies (-1: none).
     """
     nodes = len(flat.theta_at) - 1
-    most = 1
+    most, left_most, right_most = 1, 1, 1
     for p in range(len(flat.labels)):
         most = max(most, flat.labels[p])
+        left_most = max(left_most, flat.before[p])
+        right_most = max(right_most, flat.after[p])
     ports = 1
     for v in range(nodes):
         ports = max(ports, flat.port_at[v + 1] - flat.port_at[v])
     moves = np.zeros((ports, most))
     shares = np.zeros((ports, most))
-    removed = 0
-    for step in range(nodes):
-        v = step if forward else nodes - 1 - step
+    left, right = np.zeros(left_most), np.zeros(right_most)
+    message = np.zeros(flat.message_at[-1])
+    removed, empty = 0, -1
+    for step in range(2 * nodes * count):
+        turn = step % (2 * nodes)
+        forward = turn < nodes
+        v = turn if forward else 2 * nodes - 1 - turn
         own = theta[flat.theta_at[v] : flat.theta_at[v + 1]]
-        count = len(own)
+        strategies = len(own)
         begin, end = flat.port_at[v], flat.port_at[v + 1]
         give = 0
         for p in range(begin, end):
-            out = not flat.last[p] if forward else not flat.first[p]
-            give += out
-            move = moves[p - begin]
-            _least(tables, flat.table_at[flat.factor[p]], flat.before[p], flat.labels[p], flat.after[p], move)
+            give += not flat.last[p] if forward else not flat.first[p]
+            f, move, at = flat.factor[p], moves[p - begin], flat.message_at[p]
+            _beside(flat, message, p, flat.scope_at[f], flat.scope_at[f + 1], left, right)
+            _least(tables, flat.table_at[f], flat.before[p], flat.labels[p], flat.after[p], left, right, move)
+            for a in range(flat.labels[p]):
+                move[a] += message[at + a]
             at = flat.label_at[p]
-            for s in range(count):
+            for s in range(strategies):
                 own[s] += move[flat.label[at + s]]
         low = INF
-        for s in range(count):
+        for s in range(strategies):
             low = min(low, own[s])
         if low == INF:
-            return bound, removed, v
+            empty = v
+            break
         bound += low
         limit = upper - bound + margin
         if limit < 0:
-            return bound, removed, v
-        for s in range(count):
+            empty = v
+            break
+        for s in range(strategies):
             own[s] -= low
             if own[s] > limit and own[s] < INF:
                 own[s] = INF
                 removed += 1
         weight = 1.0 / max(give, end - begin - give) if give else 0.0
         for p in range(begin, end):
-            out = not flat.last[p] if forward else not flat.first[p]
-            move, share = moves[p - begin], shares[p - begin]
+            gives = not flat.last[p] if forward else not flat.first[p]
+            share = shares[p - begin]
             for a in range(flat.labels[p]):
-                move[a] = -move[a] if move[a] < INF else 0.0
-                share[a] = INF if out else 0.0
-            if out:
+                share[a] = INF if gives else 0.0
+            if gives:
                 at = flat.label_at[p]
-                for s in range(count):
+                for s in range(strategies):
                     a = flat.label[at + s]
                     share[a] = min(share[a], own[s])
                 for a in range(flat.labels[p]):
                     share[a] *= weight
-                    move[a] += share[a]
-            _add(tables, flat.table_at[flat.factor[p]], flat.before[p], flat.labels[p], flat.after[p], move)
+            move, at = moves[p - begin], flat.message_at[p]
+            for a in range(flat.labels[p]):
+                if move[a] < INF:
+                    message[at + a] -= move[a]
+                message[at + a] += share[a]
         if give == 0:
             continue
         for p in range(begin, end):
             if not flat.last[p] if forward else not flat.first[p]:
                 at = flat.label_at[p]
                 share = shares[p - begin]
-                for s in range(count):
+                for s in range(strategies):
                     less = share[flat.label[at + s]]
                     if less < INF:
                         own[s] -= less
-        for s in range(count):
+        for s in range(strategies):
             own[s] = max(own[s], 0.0)
-    return bound, removed, -1
+    _settle(flat, tables, message)
+    return bound, removed, empty
+
+
+@njit(cache=True)
+def _settle(flat: Flat, tables: np.ndarray, message: np.ndarray) -> None:
+    """Add the messages to the tables; what float noise leaves below 0 becomes 0."""
+    for p in range(len(flat.labels)):
+        at, start = flat.message_at[p], flat.table_at[flat.factor[p]]
+        extra = message[at : at + flat.labels[p]]
+        _add(tables, start, flat.before[p], flat.labels[p], flat.after[p], extra)
+    for i in range(len(tables)):
+        tables[i] = max(tables[i], 0.0)
 
 
 @njit(cache=True)
@@ -252,10 +324,15 @@ def totals(flat: Flat, theta: np.ndarray, tables: np.ndarray) -> np.ndarray:
     for p in range(len(flat.labels)):
         most = max(most, flat.labels[p])
     least = np.zeros(most)
+    wide = 1
+    for p in range(len(flat.labels)):
+        wide = max(wide, flat.before[p], flat.after[p])
+    nothing = np.zeros(wide)
     for v in range(len(flat.theta_at) - 1):
         start, stop = flat.theta_at[v], flat.theta_at[v + 1]
         for p in range(flat.port_at[v], flat.port_at[v + 1]):
-            _least(tables, flat.table_at[flat.factor[p]], flat.before[p], flat.labels[p], flat.after[p], least)
+            start_of, shape = flat.table_at[flat.factor[p]], (flat.before[p], flat.labels[p], flat.after[p])
+            _least(tables, start_of, shape[0], shape[1], shape[2], nothing, nothing, least)
             at = flat.label_at[p]
             for s in range(stop - start):
                 out[start + s] += least[flat.label[at + s]]

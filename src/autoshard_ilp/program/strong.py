@@ -88,12 +88,11 @@ def candidates(messages: Messages, choices: np.ndarray) -> Iterator[int]:
 def settle(messages: Messages, upper: float, sweeps: int, stall: float, deadline: float = math.inf) -> None:
     """Sweep until ``CHECK`` sweeps close less than ``stall`` of the gap. EmptyNodeError: nothing beats ``upper``."""
     before = messages.bound
-    for n in range(1, sweeps + 1):
-        messages.sweep(upper)
-        if n % CHECK == 0:
-            if messages.bound - before < stall * (upper - messages.bound) or time.monotonic() > deadline:
-                return
-            before = messages.bound
+    for _ in range(0, sweeps, CHECK):
+        messages.sweep(upper, CHECK)
+        if messages.bound - before < stall * (upper - messages.bound) or time.monotonic() > deadline:
+            return
+        before = messages.bound
 
 
 def trial(messages: Messages, v: int, upper: float, deadline: float) -> Trial:
