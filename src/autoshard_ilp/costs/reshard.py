@@ -17,9 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_bytes, reordered_axes
+from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, reordered_axes
 
 KEEP, SLICE, GATHER, MOVE = range(4)
 
@@ -28,6 +26,10 @@ class CollectiveSeconds(Protocol):
     """What resharding needs from the collective cost model."""
 
     def seconds(self, kind: str, axes: tuple[int, ...], payload_bytes: float) -> float: ...
+
+    def alpha_beta(self, kind: str, axes: tuple[int, ...]) -> tuple[float, float]:
+        """Seconds per call, and per payload byte."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -126,110 +128,3 @@ def _best_gather_order(
         return time
 
     return list(min(itertools.permutations(groups), key=total)) if len(groups) > 1 else groups
-
-
-class ReshardTables:
-    """Resharding costs for one mesh, as tables over (layouts of the producer) x (layouts of the consumer).
-
-    Tensors of equal local size whose axes change in the same way cost the same, so each such price is computed once.
-    """
-
-    def __init__(self, sizes: Sequence[int], costs: CollectiveSeconds) -> None:
-        self.sizes = tuple(sizes)
-        self.costs = costs
-        self._patterns: dict[tuple, int] = {}
-        self._pattern_tables: dict[tuple, np.ndarray] = {}
-        self._prices: dict[int, dict[int, float]] = {}  # local bytes -> pattern -> seconds
-        self._tables: dict[tuple, np.ndarray] = {}
-        self._copies: dict[tuple, np.ndarray] = {}
-
-    def table(
-        self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
-    ) -> np.ndarray:
-        """Seconds, ``len(starts) x len(ends)``; infinite from or to partial sums, unless they stay as they are."""
-        key = (shape, itemsize, starts, ends)
-        if key not in self._tables:
-            rows, columns = ([k for k, lay in enumerate(side) if PARTIAL not in lay] for side in (starts, ends))
-            if len(rows) == len(starts) and len(columns) == len(ends):
-                found = self._table(shape, itemsize, starts, ends)
-            else:
-                found = np.array([[0.0 if a == b else np.inf for b in ends] for a in starts])
-                whole = tuple(starts[k] for k in rows), tuple(ends[k] for k in columns)
-                found[np.ix_(rows, columns)] = self._table(shape, itemsize, *whole)
-            found.setflags(write=False)
-            self._tables[key] = found
-        return self._tables[key]
-
-    def _table(
-        self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
-    ) -> np.ndarray:
-        patterns = self._pattern_table(starts, ends)
-        uneven = self._uneven(shape, starts, ends)
-        found = np.empty(patterns.shape)
-        for i, start in enumerate(starts):
-            prices = self._prices.setdefault(local_bytes(shape, itemsize, start, self.sizes), {})
-            row, first = np.unique(patterns[i], return_index=True)
-            even = ~uneven[i]
-            for pattern, j in zip(row.tolist(), first.tolist(), strict=True):
-                if pattern not in prices:
-                    j = next((k for k in np.flatnonzero(patterns[i] == pattern) if even[k]), None)
-                    if j is None:
-                        continue
-                    prices[pattern] = self._price(shape, itemsize, start, ends[j])
-            found[i] = [prices.get(pattern, np.nan) for pattern in patterns[i].tolist()]
-            for j in np.flatnonzero(uneven[i]):
-                found[i, j] = self._price(shape, itemsize, start, ends[j])
-        return found
-
-    def _price(self, shape: tuple[int, ...], itemsize: float, start: Layout, end: Layout) -> float:
-        return seconds(steps(shape, itemsize, start, end, self.sizes, self.costs), self.costs)
-
-    def _pattern_table(self, starts: tuple[Layout, ...], ends: tuple[Layout, ...]) -> np.ndarray:
-        key = (starts, ends)
-        if key not in self._pattern_tables:
-            number = self._patterns
-            rows = [[number.setdefault(_pattern(a, b), len(number)) for b in ends] for a in starts]
-            self._pattern_tables[key] = np.array(rows)
-        return self._pattern_tables[key]
-
-    def _uneven(self, shape: tuple[int, ...], starts: tuple[Layout, ...], ends: tuple[Layout, ...]) -> np.ndarray:
-        """Pairs on whose way a dimension may have to be padded: sharded by all axes of either layout at once."""
-        a, b = np.array(starts)[:, None, :], np.array(ends)[None, :, :]
-        uneven = np.zeros((len(starts), len(ends)), bool)
-        for dim, size in enumerate(shape):
-            shards = np.where((a == dim) | (b == dim), self.sizes, 1).prod(axis=2)
-            uneven |= size % shards != 0
-        return uneven
-
-    def copies(
-        self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
-    ) -> np.ndarray:
-        """Bytes of the resharded copy held next to the original, ``len(starts) x len(ends)``; 0 where none is made.
-
-        What is gathered whole on the way, since a dimension does not divide, counts in full.
-        """
-        key = (shape, itemsize, starts, ends)
-        if key not in self._copies:
-            self._copies[key] = self._held(shape, itemsize, starts, ends)
-        return self._copies[key]
-
-    def _held(
-        self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
-    ) -> np.ndarray:
-        held = np.array([local_bytes(shape, itemsize, b, self.sizes) for b in ends], np.int64)
-        same = (np.array(starts)[:, None, :] == np.array(ends)[None, :, :]).all(axis=2)
-        found = np.where(same, 0, held[None, :])
-        for i, j in zip(*np.nonzero(self._uneven(shape, starts, ends) & ~same), strict=True):
-            if PARTIAL not in starts[i] and PARTIAL not in ends[j]:
-                path = steps(shape, itemsize, starts[i], ends[j], self.sizes, self.costs)
-                found[i, j] = max(local_bytes(shape, itemsize, step.after, self.sizes) for step in path)
-        found.setflags(write=False)
-        return found
-
-
-def _pattern(start: Layout, end: Layout) -> tuple:
-    """What changes, with dimensions renamed by first appearance, so that equal changes share one price."""
-    names: dict[int, int] = {WHOLE: WHOLE}
-    return tuple(
-        (names.setdefault(a, len(names)), names.setdefault(b, len(names))) for a, b in zip(start, end, strict=True)
-    )

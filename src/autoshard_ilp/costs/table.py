@@ -18,7 +18,8 @@ from autoshard_ilp.costs import compute
 from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold, halves
 from autoshard_ilp.costs.memory import Buffers, analyse, is_computed_inside
 from autoshard_ilp.costs.precision import Precision, precision
-from autoshard_ilp.costs.reshard import CollectiveSeconds, ReshardTables
+from autoshard_ilp.costs.reshard import CollectiveSeconds
+from autoshard_ilp.costs.reshard_tables import ReshardTables
 from autoshard_ilp.deferral import Deferral, deferrals
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.rules.rule import OpView, Rule
@@ -409,8 +410,7 @@ def flow_table(table: CostTable, flow: Flow) -> tuple[np.ndarray, np.ndarray]:
         return seconds, copies
     fresh = [k for k, end in enumerate(v.layouts) if not _held(end)]
     ends = tuple(v.layouts[k] for k in fresh)
-    seconds[:, fresh] = table.reshard.table(tensor.shape, itemsize, starts, ends)
-    copies[:, fresh] = table.reshard.copies(tensor.shape, itemsize, starts, ends)
+    seconds[:, fresh], copies[:, fresh] = table.reshard.table(tensor.shape, itemsize, starts, ends)
     for k, end in enumerate(v.layouts):
         if _held(end):
             seconds[:, k] = [np.inf if start == end[1] else 0.0 for start in starts]
