@@ -1,8 +1,9 @@
 """The predicted course of one step: what runs when, and what fills the memory meanwhile.
 
 Read off the cost table under the chosen strategies, in the order that :mod:`autoshard_ilp.costs.memory` schedules:
-program order, parameter updates as soon as their operands are known. Compute and communication alternate, as the cost
-model adds them up; an overlap that a profile declares shortens the step, and is not drawn.
+program order, parameter updates as soon as their operands are known. Compute and exposed communication alternate, as
+the cost model adds them up. What a profile declares to hide behind compute takes no time of its own; the cost model
+says how much of it there is, not when it runs, so it is laid on the compute nearest to it (:func:`behind_compute`).
 
 A course is small: neighbouring operations of one layer and kind are one segment, and the memory is sampled. So a plan
 file holds it, and a loaded plan shows what the fresh one did.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,6 +42,7 @@ class Segment:
         kind: "compute", or the kind of collective.
         axes: mesh axes of the collective, joined by "+"; "" for compute.
         start_s, seconds: when, from the start of the step, and how long, all executions in a loop together.
+        hidden_s: seconds of a collective that run behind compute, on top.
     """
 
     layer: str
@@ -49,6 +51,7 @@ class Segment:
     axes: str
     start_s: float
     seconds: float
+    hidden_s: float = 0.0
 
     @property
     def end_s(self) -> float:
@@ -85,6 +88,11 @@ class Course:
         total = self.total_bytes()
         return max(range(len(total)), key=total.__getitem__) if total else 0
 
+    def hidden(self) -> tuple[Segment, ...]:
+        """Communication that runs while the device computes, in order: the stretches of :func:`behind_compute`."""
+        found = behind_compute(self.segments)
+        return tuple(replace(self.segments[i], start_s=a, seconds=n, hidden_s=0.0) for i, a, n in found)
+
     def by_layer(self) -> dict[str, dict[str, float]]:
         """Seconds by layer and kind; layers whose names differ in numbers only are one, written with ``*``."""
         named = repeated_names(dict.fromkeys(s.layer for s in self.segments))
@@ -100,6 +108,42 @@ def repeated_names(layers: Iterable[str]) -> dict[str, str]:
     layers = list(layers)
     counts = Counter(_NUMBER.sub("*", x) for x in layers)
     return {x: star if counts[star := _NUMBER.sub("*", x)] > 1 else x for x in layers}
+
+
+def behind_compute(segments: Sequence[Segment]) -> list[tuple[int, float, float]]:
+    """Where hidden communication runs: (number of its segment, start, seconds), ascending by start.
+
+    Every collective takes the compute that comes last before it, and what does not fit there the compute that comes
+    next after it; two collectives over the same axes never run at once. What finds no compute at all is left out (a plan
+    that hides more than it computes says so, :func:`~autoshard_ilp.costs.overlap.overlap_notes`).
+    """
+    free: dict[str, list[tuple[float, float]]] = {s.axes: [] for s in segments if s.hidden_s}
+    owed: dict[str, deque[tuple[int, float]]] = {lane: deque() for lane in free}
+    found = []
+    for i, s in enumerate(segments):
+        if s.kind == COMPUTE:
+            for lane, waiting in owed.items():
+                start = s.start_s
+                while waiting and start < s.end_s:
+                    number, left = waiting.popleft()
+                    taken = min(left, s.end_s - start)
+                    found.append((number, start, taken))
+                    start += taken
+                    if left > taken:
+                        waiting.appendleft((number, left - taken))
+                if start < s.end_s:
+                    free[lane].append((start, s.end_s))
+        left, before = s.hidden_s, free.get(s.axes, [])
+        while left > 0 and before:
+            start, end = before.pop()
+            taken = min(left, end - start)
+            found.append((i, end - taken, taken))
+            left -= taken
+            if end - taken > start:
+                before.append((start, end - taken))
+        if left > 0:
+            owed[s.axes].append((i, left))
+    return sorted(found, key=lambda x: x[1])
 
 
 # -- from the cost table -----------------------------------------------------------------------------------------------
@@ -146,16 +190,17 @@ def op_events(table: CostTable, choices: Sequence[int]) -> Iterator[OpEvent]:
         if op_id in counted:
             own = op.count * float(table.classes[cls].compute_seconds[choices[cls]])
         layer = layer_of[op.scope]
-        parts = [*map(_part, before[op_id]), (COMPUTE, "", own, op.primitive, 0.0), *map(_part, after[op_id])]
-        for kind, axes, seconds, name, sent in parts:
-            if seconds > 0:
-                yield OpEvent(Segment(layer, op.phase, kind, axes, now, seconds), int(op_id), name, sent)
+        parts = [*map(_part, before[op_id]), (COMPUTE, "", own, 0.0, op.primitive, 0.0), *map(_part, after[op_id])]
+        for kind, axes, seconds, hidden, name, sent in parts:
+            if seconds > 0 or hidden > 0:
+                yield OpEvent(Segment(layer, op.phase, kind, axes, now, seconds, hidden), int(op_id), name, sent)
                 now += seconds
 
 
-def _part(collective_and_count: tuple[Any, float]) -> tuple[str, str, float, str, float]:
+def _part(collective_and_count: tuple[Any, float]) -> tuple[str, str, float, float, str, float]:
     c, n = collective_and_count
-    return c.kind, "+".join(c.mesh_axes), c.seconds * n, c.tensor, c.bytes_per_device * n
+    axes = "+".join(c.mesh_axes)
+    return c.kind, axes, c.seconds * n, c.hidden_seconds * n, c.tensor, c.bytes_per_device * n
 
 
 def layers_of(scopes: Iterable[str], forward: Iterable[str]) -> dict[str, str]:
@@ -198,7 +243,7 @@ def _merged(events: Iterable[Any]) -> list[Segment]:
         s = event if isinstance(event, Segment) else event.segment
         last = found[-1] if found else None
         if last and (last.layer, last.phase, last.kind, last.axes) == (s.layer, s.phase, s.kind, s.axes):
-            found[-1] = replace(last, seconds=last.seconds + s.seconds)
+            found[-1] = replace(last, seconds=last.seconds + s.seconds, hidden_s=last.hidden_s + s.hidden_s)
         else:
             found.append(replace(s, start_s=last.end_s if last else 0.0))
     return found
@@ -272,10 +317,13 @@ def _take_on_chip(held: dict[str, np.ndarray], least: np.ndarray, size: int) -> 
 
 
 def to_dict(course: Course) -> dict[str, Any]:
-    """A course as plain data: names once, segments as rows of numbers."""
+    """A course as plain data: names once, segments as rows of numbers; hidden seconds last, where there are any."""
     names = sorted({x for s in course.segments for x in (s.layer, s.phase, s.kind, s.axes)})
     index = {name: i for i, name in enumerate(names)}
-    rows = [[*(index[x] for x in (s.layer, s.phase, s.kind, s.axes)), s.seconds] for s in course.segments]
+    rows = [
+        [*(index[x] for x in (s.layer, s.phase, s.kind, s.axes)), s.seconds, *([s.hidden_s] if s.hidden_s else [])]
+        for s in course.segments
+    ]
     return {
         "names": names,
         "segments": rows,
@@ -289,12 +337,14 @@ def from_dict(data: Mapping[str, Any]) -> Course:
     names = [str(x) for x in data["names"]]
     segments: list[Segment] = []
     now = 0.0
-    for layer, phase, kind, axes, seconds in data["segments"]:
+    for layer, phase, kind, axes, seconds, *rest in data["segments"]:
         if min(layer, phase, kind, axes) < 0:
             raise ValueError("a segment refers to a name that does not exist")
-        if not 0 <= seconds < math.inf:
+        hidden = rest[0] if rest else 0.0
+        if len(rest) > 1 or not (0 <= seconds < math.inf and 0 <= hidden < math.inf):
             raise ValueError("a segment takes no negative or endless time")
-        segments.append(Segment(names[layer], names[phase], names[kind], names[axes], now, float(seconds)))
+        where = (names[layer], names[phase], names[kind], names[axes])
+        segments.append(Segment(*where, now, float(seconds), float(hidden)))
         now = segments[-1].end_s
     at_s = tuple(float(x) for x in data["at_s"])
     held = {str(k): tuple(int(x) for x in v) for k, v in data["held"].items()}

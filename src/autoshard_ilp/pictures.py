@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from autoshard_ilp.course import COMPUTE, Course
+from autoshard_ilp.course import COMPUTE, Course, Segment
 from autoshard_ilp.sharding import Layout, shards_of_dims
 from autoshard_ilp.units import format_bytes, format_seconds
 
@@ -155,32 +155,47 @@ def timeline(course: Course, width: int, *, only_ascii: bool = False) -> list[st
     """Lines of compute and of communication over the step.
 
     Compute is a bar per stretch, as high as its share of the stretch. Communication is the letter of the kind that
-    takes most of it (:data:`KIND_LETTERS`), a dot where it takes less than a tenth.
+    takes most of it (:data:`KIND_LETTERS`), a dot where it takes less than a tenth; a capital where most of it runs
+    behind compute.
     """
     margin = len("communication")
     n = width - margin - 2
     if not course.segments or n < 16:
         return []
-    spent: list[dict[str, float]] = [{} for _ in range(n)]
     step = course.seconds / n
-    for s in course.segments:
-        i = min(int(s.start_s / step), n - 1)
-        while i < n and s.end_s > i * step:
-            overlap = min(s.end_s, (i + 1) * step) - max(s.start_s, i * step)
-            if overlap > 1e-3 * step:
-                spent[i][s.kind] = spent[i].get(s.kind, 0.0) + overlap
-            i += 1
+    spent, hidden = _spent(course.segments, n, step), _spent(course.hidden(), n, step)
     compute = "".join(_height(x.get(COMPUTE, 0.0) / step, only_ascii) for x in spent)
-    letters = "".join(_letter(x, step) for x in spent)
+    letters = "".join(
+        _letter(x, step) if _seconds(x) >= _seconds(y) else _letter(y, step).upper()
+        for x, y in zip(spent, hidden, strict=True)
+    )
     rule, corner = ("|", "+") if only_ascii else ("│", "└")
-    used = {k for x in spent for k in x if k in KIND_LETTERS}
-    legend = textwrap.wrap(", ".join(f"{KIND_LETTERS[k]} {k}" for k in KIND_LETTERS if k in used), width)
+    used = {k for x in (*spent, *hidden) for k in x if k in KIND_LETTERS}
+    behind = ["capitals: behind compute"] if any(hidden) else []
+    legend = textwrap.wrap(", ".join([*(f"{KIND_LETTERS[k]} {k}" for k in KIND_LETTERS if k in used), *behind]), width)
     lines = [
         f"{'compute':>{margin}} {rule}{compute}",
         f"{'communication':>{margin}} {rule}{letters}",
         f"{format_seconds(course.seconds):>{margin}} {corner}{phases(course, n, only_ascii=only_ascii)}",
     ]
     return [*lines, *legend]
+
+
+def _spent(segments: Sequence[Segment], n: int, step: float) -> list[dict[str, float]]:
+    """Seconds by kind in each of ``n`` columns of ``step`` seconds."""
+    spent: list[dict[str, float]] = [{} for _ in range(n)]
+    for s in segments:
+        i = min(int(s.start_s / step), n - 1)
+        while i < n and s.end_s > i * step:
+            overlap = min(s.end_s, (i + 1) * step) - max(s.start_s, i * step)
+            if overlap > 1e-3 * step:
+                spent[i][s.kind] = spent[i].get(s.kind, 0.0) + overlap
+            i += 1
+    return spent
+
+
+def _seconds(spent: Mapping[str, float]) -> float:
+    return sum(seconds for kind, seconds in spent.items() if kind in KIND_LETTERS)
 
 
 def _height(fraction: float, only_ascii: bool) -> str:

@@ -41,6 +41,8 @@ class Plots:
     def timeline(self) -> Any:
         """What one device does when: layers, compute, and communication by mesh axis, in predicted seconds.
 
+        Communication that the profile declares to overlap is drawn pale, beside the compute nearest to it.
+
         ``plan.to_perfetto(path)`` writes the same, operation by operation, for https://ui.perfetto.dev.
 
         Raises:

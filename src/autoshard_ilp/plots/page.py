@@ -166,7 +166,9 @@ def _timeline(plan: Any) -> str:
     if not drawn:
         return ""
     kinds = {s.kind for s in plan.course.segments}
-    return f"<h4>Timeline of one device</h4>{drawn}{_key({k: c for k, c in colours.KINDS.items() if k in kinds})}"
+    note = '<div class="ap-note">Pale: runs behind compute.</div>' if plan.course.hidden() else ""
+    key = _key({k: c for k, c in colours.KINDS.items() if k in kinds})
+    return f"<h4>Timeline of one device</h4>{drawn}{key}{note}"
 
 
 def _collectives(plan: Any) -> str:

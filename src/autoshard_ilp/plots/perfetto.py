@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autoshard_ilp.arguments import file_path
-from autoshard_ilp.course import COMPUTE, Segment, op_events
+from autoshard_ilp.course import COMPUTE, Segment, behind_compute, op_events
 from autoshard_ilp.errors import InputShapeError, PlanFileError
 
 LAYERS = "layers"
@@ -59,9 +59,16 @@ def trace_events(plan: Any) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
     for layer, phase, start, end in _visits(course.segments):
         yield _complete(layer or "other", phase, start, end - start, lanes[LAYERS], {})
-    for name, s, details in _work(plan):
+    work = list(_work(plan))
+    for name, s, details in work:
         lane = lanes.get(COMPUTE if s.kind == COMPUTE else f"over {s.axes}", lanes[COMPUTE])
-        yield _complete(name, s.phase, s.start_s, s.seconds, lane, {"layer": s.layer, **details})
+        if s.seconds:
+            yield _complete(name, s.phase, s.start_s, s.seconds, lane, {"layer": s.layer, **details})
+    for i, start_s, seconds in behind_compute([s for _, s, _ in work]):
+        name, s, details = work[i]
+        lane = lanes.get(f"over {s.axes}", lanes[COMPUTE])
+        told = {"layer": s.layer, "runs": "behind compute", **details}
+        yield _complete(name, s.phase, start_s, seconds, lane, told)
     for i, at in enumerate(course.at_s):
         held = {part: values[i] for part, values in course.held.items()}
         yield {"ph": "C", "pid": 0, "name": "memory per device (bytes)", "ts": at * 1e6, "args": held}

@@ -13,6 +13,7 @@ from autoshard_ilp.plots import base, colours
 from autoshard_ilp.plots.svg import short
 from autoshard_ilp.units import format_seconds
 
+HIDDEN_ALPHA = 0.45
 PHASE: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": base.FONT - 1, "color": colours.INK}
 
 
@@ -66,7 +67,7 @@ def memory(plan: Any) -> base.PlanFigure:
 
 
 def timeline(plan: Any) -> base.PlanFigure:
-    """See :meth:`autoshard_ilp.plots.Plots.timeline`."""
+    """See :meth:`autoshard_ilp.plots.Plots.timeline`; pale: what runs behind compute."""
     course = plan.course
     names = repeated_names(dict.fromkeys(s.layer for s in course.segments))
     groups = {g: colours.LAYERS[i % len(colours.LAYERS)] for i, g in enumerate(dict.fromkeys(names.values()))}
@@ -83,9 +84,16 @@ def timeline(plan: Any) -> base.PlanFigure:
             together.setdefault(s.kind if row else colour, []).append((s.start_s, s.seconds))
         for key, spans in together.items():
             fill = key if row == 0 else colours.kind(key)
-            label = key if row and key not in seen else "_"
-            seen.add(key)
+            label = _label(key, seen) if row else "_"
             axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=fill, linewidth=0, label=label)
+    hidden: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for s in course.hidden():
+        hidden.setdefault((s.axes, s.kind), []).append((s.start_s, s.seconds))
+    for (over, kind), spans in hidden.items():
+        style = {"facecolors": colours.kind(kind), "alpha": HIDDEN_ALPHA, "linewidth": 0}
+        axes.broken_barh(spans, (lanes.index(f"over {over}") - 0.4, 0.8), label=_label(kind, seen), **style)
+    if hidden:
+        axes.plot([], [], "s", color=colours.OTHER, alpha=HIDDEN_ALPHA, markersize=9, label="pale: behind compute")
     for name, start, end in layer_spans(course.segments, names, course.seconds):
         if end - start > 0.0085 * len(name) * course.seconds:
             axes.text((start + end) / 2, 0, name, ha="center", va="center", fontsize=base.FONT - 2, color="white")
@@ -95,6 +103,13 @@ def timeline(plan: Any) -> base.PlanFigure:
     _phases(axes, course, -0.5)
     base.legend(axes)
     return figure
+
+
+def _label(kind: str, seen: set[str]) -> str:
+    """The kind, for the legend, where it is drawn first."""
+    label = "_" if kind in seen else kind
+    seen.add(kind)
+    return label
 
 
 def layer_spans(segments: tuple[Segment, ...], names: dict[str, str], seconds: float) -> list[tuple[str, float, float]]:

@@ -168,11 +168,12 @@ def memory(course: Course, budget: int | None) -> str:
 
 
 def timeline(course: Course) -> str:
-    """What runs when: layers, compute, and communication by mesh axis; "" for a step without work."""
+    """What runs when: layers, compute, and communication by mesh axis, pale behind compute; "" without work."""
     if not course.segments:
         return ""
     axis, y0, lane, gap = _Axis(course.seconds), 24.0, 20.0, 7.0
     parts = []
+    hidden = course.hidden()
     names = repeated_names(dict.fromkeys(s.layer for s in course.segments))
     groups = {g: colours.LAYERS[i % len(colours.LAYERS)] for i, g in enumerate(dict.fromkeys(names.values()))}
     lanes: list[tuple[str, list[Segment], Callable[[Segment], str]]] = [
@@ -189,6 +190,8 @@ def timeline(course: Course) -> str:
         by_layer = number == 0
         for a, b, fill, title in _boxes(segments, axis, colour, by_layer):
             parts.append(_rect(a, y, b - a, lane, fill, title if b - a > 2.5 else ""))
+        for a, b, fill, title in _boxes([s for s in hidden if label == f"over {s.axes}"], axis, colour, False):
+            parts.append(_rect(a, y, b - a, lane, fill, f"{title}, behind compute", ' fill-opacity="0.45"'))
     parts += _layer_names(course.segments, names, axis, y0 + lane - 6)
     parts += axis.phases(course, y0, height)
     parts.append(_line(LEFT, y0 + height + 2, WIDTH - RIGHT, y0 + height + 2))
