@@ -98,6 +98,7 @@ def attempt(
 def price(graph: Any, request: Request, halved: bool = False) -> tuple[Any, Pinned]:
     """The cost table of a graph, and the pins it honours; ``halved`` as in :func:`build_table`."""
     from autoshard_ilp.costs.collectives import CollectiveCosts
+    from autoshard_ilp.costs.prices import Prices, once
     from autoshard_ilp.costs.table import build_table
     from autoshard_ilp.costs.topology import MeshLinks
     from autoshard_ilp.rules import rule_for
@@ -109,13 +110,17 @@ def price(graph: Any, request: Request, halved: bool = False) -> tuple[Any, Pinn
         pinned = Pinned({**request.restriction(shapes), **pinned.allowed}, pinned.sources)
     pinned = Pinned({**whole_seeds(graph, len(mesh.axis_names)), **pinned.allowed}, pinned.sources)
     links = MeshLinks.create(request.profile, mesh.axis_names, mesh.axis_sizes, request.physical_shape)
+    collectives = CollectiveCosts(links)
+    key = (mesh.axis_names, mesh.axis_sizes, request.physical_shape, id(request.profile))
+    _, prices = once(request.known, key, lambda: (request.profile, Prices.of(mesh.axis_sizes, collectives)))
     table = build_table(
         graph,
         rule_for,
         mesh.axis_names,
         mesh.axis_sizes,
         request.profile,
-        CollectiveCosts(links),
+        collectives,
+        prices=prices,
         restriction=pinned.restrict,
         restriction_key=pinned.key,
         fold_layers=request.solver.fold_layers,

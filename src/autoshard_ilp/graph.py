@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -47,6 +47,15 @@ _NOT_BEHIND_HUBS = frozenset({"result", "loop_carry", "loop_slice", "loop_stack"
 
 MIN_HUB_ELEMENTS = 1024
 """Smaller tensors get no hub: whether they are gathered once or twice is no decision worth making."""
+
+Record = TypeVar("Record", "Tensor", "Op", "Region")
+
+
+def changed(record: Record, **fields: Any) -> Record:
+    """``dataclasses.replace`` without its checks: graphs have hundreds of thousands of records."""
+    other = object.__new__(type(record))
+    other.__dict__.update(record.__dict__, **fields)
+    return other
 
 
 @dataclass(eq=False)
@@ -263,12 +272,12 @@ def assemble(graph: Graph, ops: Iterable[Op], tensors: Mapping[int, Tensor] | No
         for old in (*op.inputs, *op.outputs):
             if old not in tensor_ids:
                 tensor_ids[old] = len(new_tensors)
-                new_tensors.append(replace(known[old], id=len(new_tensors), consumers=[], producer=None))
+                new_tensors.append(changed(known[old], id=len(new_tensors), consumers=[], producer=None))
     for region in graph.regions:  # a literal branch index belongs to no operation
         old_index = region.index
         if old_index is not None and known[old_index].literal is not None and old_index not in tensor_ids:
             tensor_ids[old_index] = len(new_tensors)
-            new_tensors.append(replace(known[old_index], id=len(new_tensors), consumers=[], producer=None))
+            new_tensors.append(changed(known[old_index], id=len(new_tensors), consumers=[], producer=None))
     new_ops = []
     for i, op in enumerate(ops):
         inputs = tuple(tensor_ids[t] for t in op.inputs)
@@ -276,7 +285,7 @@ def assemble(graph: Graph, ops: Iterable[Op], tensors: Mapping[int, Tensor] | No
         params = op.params
         if op.primitive == "hub":
             params = {**params, "of": inputs[0], "first": op_ids.get(params["first"])}
-        new_ops.append(replace(op, id=i, inputs=inputs, outputs=outputs, params=params))
+        new_ops.append(changed(op, id=i, inputs=inputs, outputs=outputs, params=params))
         for position, t in enumerate(inputs):
             new_tensors[t].consumers.append((i, position))
         for position, t in enumerate(outputs):
@@ -286,7 +295,7 @@ def assemble(graph: Graph, ops: Iterable[Op], tensors: Mapping[int, Tensor] | No
         return tuple(op_ids[i] for i in old if i in op_ids)
 
     regions = [
-        replace(
+        changed(
             r,
             invariants=kept(r.invariants),
             carries=kept(r.carries),
@@ -316,7 +325,7 @@ def insert_hubs(graph: Graph, min_elements: int = MIN_HUB_ELEMENTS) -> Graph:
         min_elements: tensors with fewer elements get no hub.
     """
     tensors = dict(enumerate(graph.tensors))
-    ops = {op.id: replace(op) for op in graph.ops}
+    ops = {op.id: changed(op) for op in graph.ops}
     before: dict[int, list[Op]] = {}  # op id -> hubs that stand right before it
     next_op = len(graph.ops)
     for tensor in graph.tensors:
@@ -335,10 +344,10 @@ def insert_hubs(graph: Graph, min_elements: int = MIN_HUB_ELEMENTS) -> Graph:
                 if len(consumers) < (1 if both and phase != "update" else 2):
                     continue
                 first_consumer = graph.ops[consumers[0]]
-                out = replace(tensor, id=len(tensors))
+                out = changed(tensor, id=len(tensors))
                 tensors[out.id] = out
                 hubs[phase] = next_op
-                hub = replace(
+                hub = changed(
                     first_consumer,
                     id=next_op,
                     primitive="hub",

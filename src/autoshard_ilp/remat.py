@@ -23,12 +23,12 @@ that dropping the later one does. How many, :mod:`autoshard_ilp.rematsearch` dec
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard_ilp.errors import InputShapeError
-from autoshard_ilp.graph import Graph, Op, Tensor, assemble
+from autoshard_ilp.graph import Graph, Op, Tensor, assemble, changed
 
 POLICIES = ("never", "selective", "full")
 """From the fastest to the smallest."""
@@ -201,7 +201,7 @@ class _Rewriter:
                 self.order.append(op)
                 continue
             inputs = tuple(self.recomputed(t, op) if self.is_dropped(t) else t for t in op.inputs)
-            self.order.append(replace(op, inputs=inputs))
+            self.order.append(changed(op, inputs=inputs))
         return assemble(self.graph, self.order, self.tensors)
 
     def is_dropped(self, tensor: int) -> bool:
@@ -241,7 +241,7 @@ class _Rewriter:
             self.waiting.update(outputs)
         params = {**op.params, "recomputed": True}
         self.order.append(
-            replace(op, id=self.new_id(), inputs=tuple(inputs), outputs=outputs, phase="backward", params=params)
+            changed(op, id=self.new_id(), inputs=tuple(inputs), outputs=outputs, phase="backward", params=params)
         )
         self.copies.update(zip(op.outputs, outputs, strict=True))
 
@@ -271,7 +271,7 @@ class _Rewriter:
 
     def new_tensor(self, like: int) -> int:
         number = len(self.tensors)
-        self.tensors[number] = replace(self.tensors[like], id=number)
+        self.tensors[number] = changed(self.tensors[like], id=number)
         return number
 
     def new_id(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoshard_ilp.arguments import flag, mapping
@@ -29,6 +29,8 @@ class Request:
     objective: str
     solver: SolverOptions
     restriction: Callable[[Mapping[str, tuple[int, ...]]], Allowed] | None = None
+    known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Prices of a mesh, for all steps that this request compares (:mod:`~autoshard_ilp.costs.prices`)."""
 
 
 def check_request(

@@ -13,11 +13,13 @@ from autoshard_ilp.costs.combining import gathered_together, reduced_together
 from autoshard_ilp.costs.memory import fusible
 from autoshard_ilp.costs.onchip import keep_on_chip, vector_bytes
 from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies
+from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.splitk import split_bytes
-from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, flow_table, flow_tensor, operand_labels
+from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.costs.tiles import padding, through_convolutions, tiled_bytes
+from autoshard_ilp.graph import Op
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
-from autoshard_ilp.sharding import WHOLE, local_bytes, local_shape
+from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, local_shape
 
 OBJECTIVES = ("step_time", "communication")
 TIE_BREAK = 1e-6
@@ -59,10 +61,14 @@ class _Account:
     def bytes_of(self, table: CostTable, tensor: int, itemsize: float, layouts: Sequence[Any]) -> np.ndarray:
         """Bytes on one device of a tensor in each of some layouts; 0 for None."""
         shape, sizes = table.graph.tensors[tensor].shape, table.axis_sizes
-        if self.family != "tpu":
-            return np.array([0 if lay is None else local_bytes(shape, itemsize, lay, sizes) for lay in layouts])
         fastest = self.fastest(table, tensor)
-        known = {lay: 0 if lay is None else tiled_bytes(shape, itemsize, lay, sizes, fastest) for lay in set(layouts)}
+
+        def on_device(layout: Layout) -> int:
+            if self.family != "tpu":
+                return local_bytes(shape, itemsize, layout, sizes)
+            return tiled_bytes(shape, itemsize, layout, sizes, fastest)
+
+        known = {lay: 0 if lay is None else on_device(lay) for lay in set(layouts)}
         return np.array([known[lay] for lay in layouts])
 
     def fastest(self, table: CostTable, tensor: int) -> tuple[int, ...]:
@@ -223,7 +229,7 @@ def _hold_results(
         if not buffers.stored[t] or np.prod(tensor.shape) * tensor.itemsize < SMALL_BYTES:
             continue
         itemsize = float(table.precision.held[t])
-        held = account.bytes_of(table, t, itemsize, [s.results[j] for s in cls.strategies])
+        held = account.bytes_of(table, t, itemsize, cls.results[j].layouts)[cls.results[j].of_strategy]
         spans = []
         for m in cls.members:
             out = graph.ops[m].outputs[j]
@@ -254,13 +260,18 @@ def _hold_results(
         )
     if account.family != "gpu":
         return
-    padded = masked_copies(graph, representative, cls.strategies, sizes)
-    if account.pads:
-        padded += copies_for_tiles(graph, representative, cls.strategies, sizes)
-    else:
-        padded += split_bytes(graph, representative, cls.strategies, sizes)
+    padded = once(
+        table.prices.held, (id(cls.strategies), account.pads), lambda: _padded(table, representative, cls, account.pads)
+    )
     times = [(int(buffers.time[m]), graph.ops[m].scope) for m in cls.members]
     hold(padded, [(time, time + 1, "activations", scope) for time, scope in times])
+
+
+def _padded(table: CostTable, op: Op, cls: OpClass, pads: bool) -> np.ndarray:
+    """Bytes per strategy of what XLA:GPU holds besides, while an operation runs."""
+    tiles = copies_for_tiles if pads else split_bytes
+    sizes = table.axis_sizes
+    return masked_copies(table.graph, op, cls.strategies, sizes) + tiles(table.graph, op, cls.strategies, sizes)
 
 
 def _is_odd_result(table: CostTable, tensor: int) -> bool:

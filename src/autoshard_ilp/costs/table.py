@@ -18,8 +18,8 @@ from autoshard_ilp.costs import compute
 from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold, halves
 from autoshard_ilp.costs.memory import Buffers, analyse, is_computed_inside
 from autoshard_ilp.costs.precision import Precision, precision
+from autoshard_ilp.costs.prices import Prices
 from autoshard_ilp.costs.reshard import CollectiveSeconds
-from autoshard_ilp.costs.reshard_tables import ReshardTables
 from autoshard_ilp.deferral import Deferral, deferrals
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.rules.rule import OpView, Rule
@@ -92,7 +92,7 @@ class CostTable:
     classes: tuple[OpClass, ...]
     class_of: np.ndarray  # op id -> class, results of donated arguments sharing the argument's class
     flows: tuple[Flow, ...]
-    reshard: ReshardTables
+    prices: Prices
     precision: Precision
     unknown: tuple[str, ...] = field(default=())
     halved: bool = False  # the first and the second half of the repeated layers are decided apart
@@ -111,6 +111,7 @@ def build_table(
     profile: Any,
     collectives: CollectiveSeconds,
     *,
+    prices: Prices | None = None,
     restriction: Restriction | None = None,
     restriction_key: Callable[[Op], Any] = lambda op: None,
     fold_layers: bool = True,
@@ -119,6 +120,7 @@ def build_table(
     """Prices a graph on a mesh.
 
     Args:
+        prices: of this mesh and profile, where some are known.
         restriction: drops strategies that a pin forbids; ``restriction_key`` tells apart ops it treats differently.
         fold_layers: tie repeated layers to one decision.
         halved: to two, one for either half of them.
@@ -132,9 +134,8 @@ def build_table(
     members: dict[int, list[int]] = {}
     for op_id, c in enumerate(class_of):
         members.setdefault(int(c), []).append(op_id)
-    reshard = ReshardTables(axis_sizes, collectives)
-    cache: dict[Any, Any] = {}
-    fixed = (rounded, deferred, axis_sizes, profile, collectives, restriction, restriction_key, cache)
+    prices = Prices.of(axis_sizes, collectives) if prices is None else prices
+    fixed = (rounded, deferred, axis_sizes, profile, collectives, restriction, restriction_key, prices.classes)
     classes = tuple(_price(graph, members[c], rules, buffers, *fixed) for c in range(len(members)))
     unknown = tuple(
         sorted({f"{op.primitive} at {op.source or 'unknown source'}" for op in graph.ops if not rules[op.id].known})
@@ -150,7 +151,7 @@ def build_table(
         classes,
         class_of,
         flows,
-        reshard,
+        prices,
         rounded,
         unknown,
         halved,
@@ -410,7 +411,7 @@ def flow_table(table: CostTable, flow: Flow) -> tuple[np.ndarray, np.ndarray]:
         return seconds, copies
     fresh = [k for k, end in enumerate(v.layouts) if not _held(end)]
     ends = tuple(v.layouts[k] for k in fresh)
-    seconds[:, fresh], copies[:, fresh] = table.reshard.table(tensor.shape, itemsize, starts, ends)
+    seconds[:, fresh], copies[:, fresh] = table.prices.reshard.table(tensor.shape, itemsize, starts, ends)
     for k, end in enumerate(v.layouts):
         if _held(end):
             seconds[:, k] = [np.inf if start == end[1] else 0.0 for start in starts]
