@@ -517,6 +517,37 @@ def test_unsupported_models_say_what_to_do(model, message):
         trace_model(model)
 
 
+def _table(first=None):
+    """A table of three rows beside a batch."""
+    rows, x = keras.Input(batch_shape=(3, 5), name="rows"), keras.Input(batch_shape=(first, 5), name="x")
+    model = keras.Model([rows, x], keras.ops.matmul(layers.Dense(5)(x), keras.ops.transpose(layers.Dense(5)(rows))))
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("first", "options", "size"),
+    [
+        (None, {}, 32),
+        (None, {"batch_size": 16}, 16),
+        (None, {"inputs": [np.zeros((3, 5)), np.zeros((8, 5))]}, 8),
+        (8, {"batch_size": 8}, 8),
+    ],
+)
+def test_an_input_with_a_first_dimension_of_its_own_is_not_the_batch(first, options, size):
+    traced = trace_model(lambda: _table(first), **options)
+    assert traced.batch_size == size
+    assert [tuple(x.shape) for x in traced.batch[0]] == [(3, 5), (size, 5)]
+    assert traced.batch[1].shape == (size, 3)
+
+
+def test_inputs_of_fixed_batches_stay_the_batch():
+    fixed, free = keras.Input(batch_shape=(8, 5)), keras.Input((5,))
+    model = keras.Model([fixed, free], layers.Dense(2)(layers.Concatenate()([fixed, free])))
+    model.compile("sgd", "mse")
+    assert trace_model(model).batch_size == 8
+
+
 def test_an_untraceable_step_is_reported_with_its_cause():
     class Broken(keras.Model):
         def __init__(self):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard_ilp.errors import InputShapeError
-from autoshard_ilp.keras_integration import input_names, output_names, symbolic_inputs
+from autoshard_ilp.keras_integration import has_fixed_outputs, input_names, output_names, symbolic_inputs
 
 DEFAULT_BATCH_SIZE = 32  # the default of keras.Model.fit
 
@@ -53,7 +53,8 @@ def input_specs(
     length = sequence_length
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise InputShapeError(f"sequence_length must be a positive integer. Received: {length!r}.")
-    structure = symbolic_inputs(model) if inputs is None else inputs
+    symbolic = symbolic_inputs(model)
+    structure = symbolic if inputs is None else inputs
     if structure is None:
         raise InputShapeError(
             f"The input shapes of a model must be known; functional models know them, and Sequential ones that start "
@@ -66,7 +67,20 @@ def input_specs(
         sequence_length=sequence_length,
         device_count=device_count,
         names=input_names(model),
+        batched=[] if has_fixed_outputs(model) else _batched(symbolic, structure),
     )
+
+
+def _batched(symbolic: Any, structure: Any) -> list[bool]:
+    """Which inputs the batch runs through: those whose first dimension the model leaves open, where there are any.
+
+    Another input (a table, positions) may have a fixed first dimension of its own.
+    """
+    known, given = named_leaves(symbolic), named_leaves(structure)
+    if symbolic is None or isinstance(symbolic, dict) != isinstance(structure, dict) or len(known) != len(given):
+        return []
+    open_ones = [leaf.shape[:1] == (None,) for _, leaf in known]
+    return open_ones if any(open_ones) else []
 
 
 def complete_specs(
@@ -77,8 +91,13 @@ def complete_specs(
     sequence_length: int | None = None,
     device_count: int = 1,
     names: Sequence[str] = (),
+    batched: Sequence[bool] = (),
 ) -> tuple[Any, int]:
-    """Replace every leaf by a ``jax.ShapeDtypeStruct`` without unknown dimensions; see :func:`input_specs`."""
+    """Replace every leaf by a ``jax.ShapeDtypeStruct`` without unknown dimensions; see :func:`input_specs`.
+
+    ``batched`` says which leaves the batch runs through, in flat order; where nobody knows, all of them, or those that
+    agree with a ``batch_size`` that is given.
+    """
     import jax
 
     treedef = jax.tree.structure(structure, is_leaf=_is_spec)
@@ -88,15 +107,17 @@ def complete_specs(
         described.append((path, *_shape_and_dtype(leaf, path)))
     if not described:
         raise InputShapeError(f"{kind} must hold at least one array. Received: {structure!r}.")
-    fixed = {shape[0] for _, shape, _ in described if shape and shape[0] is not None}
+    running = [d for d, runs in zip(described, batched or [True] * len(described), strict=True) if runs]
+    fixed = {shape[0] for _, shape, _ in running if shape and shape[0] is not None}
     if batch_size is None:
         if len(fixed) > 1:
             raise InputShapeError(
                 f"All {kind} must have the same first dimension, the global batch. Received: "
-                f"{ {name: shape for name, shape, _ in described} }. Give batch_size= or fix the shapes."
+                f"{ {name: shape for name, shape, _ in described} }. Fix the shapes, or give batch_size= where some "
+                "inputs have no batch."
             )
         batch_size = fixed.pop() if fixed else default_batch_size(device_count)
-    elif fixed - {batch_size}:
+    elif fixed - {batch_size} and (batched or kind != "inputs" or batch_size not in fixed):
         raise InputShapeError(
             f"The first dimension of all {kind} must be the global batch, {batch_size}. Received: "
             f"{ {name: shape for name, shape, _ in described} }. Give the shapes of one whole global "

@@ -114,8 +114,8 @@ def behind_compute(segments: Sequence[Segment]) -> list[tuple[int, float, float]
     """Where hidden communication runs: (number of its segment, start, seconds), ascending by start.
 
     Every collective takes the compute that comes last before it, and what does not fit there the compute that comes
-    next after it; two collectives over the same axes never run at once. What finds no compute at all is left out (a plan
-    that hides more than it computes says so, :func:`~autoshard_ilp.costs.overlap.overlap_notes`).
+    next after it; two collectives over the same axes never run at once. What finds no compute is left out (a plan that
+    hides more than it computes says so, :func:`~autoshard_ilp.costs.overlap.overlap_notes`).
     """
     free: dict[str, list[tuple[float, float]]] = {s.axes: [] for s in segments if s.hidden_s}
     owed: dict[str, deque[tuple[int, float]]] = {lane: deque() for lane in free}

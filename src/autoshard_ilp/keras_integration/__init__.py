@@ -21,6 +21,7 @@ from autoshard_ilp.keras_integration.construction import undisturbed as undistur
 from autoshard_ilp.keras_integration.inspection import GROUPS as GROUPS
 from autoshard_ilp.keras_integration.inspection import StateVariables as StateVariables
 from autoshard_ilp.keras_integration.inspection import build_training_state as build_training_state
+from autoshard_ilp.keras_integration.inspection import has_fixed_outputs as has_fixed_outputs
 from autoshard_ilp.keras_integration.inspection import has_own_step as has_own_step
 from autoshard_ilp.keras_integration.inspection import input_names as input_names
 from autoshard_ilp.keras_integration.inspection import is_fully_built as is_fully_built

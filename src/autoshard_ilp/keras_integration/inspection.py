@@ -62,6 +62,16 @@ def input_names(model: Any) -> list[str]:
     return [tensor._keras_history.operation.name for tensor in flat if isinstance(tensor, keras.KerasTensor)]
 
 
+def has_fixed_outputs(model: Any) -> bool:
+    """Whether the first dimension of every output of a functional or Sequential model is a number."""
+    import keras
+    from keras.src.models.functional import Functional
+
+    if not isinstance(model, (keras.Sequential, Functional)) or symbolic_inputs(model) is None:
+        return False
+    return all(isinstance(x, keras.KerasTensor) and x.shape[:1] not in ((), (None,)) for x in model.outputs)
+
+
 def output_names(model: Any) -> list[str]:
     """Names of the outputs of a functional or Sequential model in flat order; empty for any other model."""
     import keras
