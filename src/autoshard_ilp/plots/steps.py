@@ -90,7 +90,7 @@ def timeline(plan: Any) -> base.PlanFigure:
     for s in course.hidden():
         hidden.setdefault((s.axes, s.kind), []).append((s.start_s, s.seconds))
     for (over, kind), spans in hidden.items():
-        style = {"facecolors": colours.kind(kind), "alpha": HIDDEN_ALPHA, "linewidth": 0}
+        style: dict[str, Any] = {"facecolors": colours.kind(kind), "alpha": HIDDEN_ALPHA, "linewidth": 0}
         axes.broken_barh(spans, (lanes.index(f"over {over}") - 0.4, 0.8), label=_label(kind, seen), **style)
     if hidden:
         axes.plot([], [], "s", color=colours.OTHER, alpha=HIDDEN_ALPHA, markersize=9, label="pale: behind compute")
