@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.padding import masked_copies
 from autoshard_ilp.graph import Graph, build_graph, insert_hubs
 from autoshard_ilp.strategies import Strategy
+from autoshard_ilp.verify import compile_only_mesh, parse_target
 from compiled import needs_cuda
 
 
@@ -66,6 +68,38 @@ def test_padding_is_masked_where_it_would_be_added_up() -> None:
     strategies = [Strategy(operands, ((0,),)) for operands in (cut, whole)]
     found = masked_copies(graph, op, strategies, (2,))
     assert found.tolist() == [16 * 19 * 4 + 19 * 24 * 4, 0]
+
+
+def gelu_between_products(x: Any, w: Any, v: Any) -> Any:
+    y = jax.nn.gelu(x.astype("bfloat16") @ w.astype("bfloat16"), approximate=False)
+    return jnp.sum((y @ v.astype("bfloat16")).astype("float32") ** 2)
+
+
+ROWS, WIDTH, HIDDEN = 2048, 256, 1024
+GELU_SHAPES = [((*rows, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH)) for rows in ((ROWS,), (8, ROWS // 8))]
+
+
+def test_the_operand_of_an_exact_gelu_is_written_behind_merged_dimensions() -> None:
+    gradient = jax.grad(gelu_between_products, argnums=(0, 1, 2))
+    flat, merged = (
+        len(spans(graph_of(gradient, *shapes), (*shapes[0][:-1], HIDDEN)))  # of rows x hidden
+        for shapes in GELU_SHAPES
+    )
+    assert merged == flat + 1
+
+
+@needs_cuda
+def test_xla_writes_that_operand() -> None:
+    mesh = compile_only_mesh(parse_target("h100:8"), ("data",), (8,))
+    gradient = jax.jit(jax.grad(gelu_between_products, argnums=(0, 1, 2)))
+    temporary = []
+    for shapes in GELU_SHAPES:
+        whole = NamedSharding(mesh, PartitionSpec())
+        args = [jax.ShapeDtypeStruct(s, "float32", sharding=whole) for s in shapes]
+        compiled = gradient.lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0})
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+    flat, merged = temporary
+    np.testing.assert_allclose(merged - flat, ROWS * HIDDEN * 2, rtol=0.05)
 
 
 @needs_cuda

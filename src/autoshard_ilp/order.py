@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autoshard_ilp.costs.combining import only_updates_read
-from autoshard_ilp.costs.memory import PRODUCTS, VIEWS, fusible
+from autoshard_ilp.costs.fusion import PRODUCTS, VIEWS, fusible
 from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op
 from autoshard_ilp.ties import MIN_COPY_BYTES, may_anchor
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from autoshard_ilp.costs.carried import count_twice
 from autoshard_ilp.costs.combining import gathered_together, reduced_together
-from autoshard_ilp.costs.memory import fusible
+from autoshard_ilp.costs.fusion import fusible
 from autoshard_ilp.costs.onchip import keep_on_chip, vector_bytes
 from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies
 from autoshard_ilp.costs.prices import once

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoshard_ilp.costs.memory import VIEWS, Buffers, fusible
+from autoshard_ilp.costs.fusion import VIEWS, fusible
+from autoshard_ilp.costs.memory import Buffers
 from autoshard_ilp.graph import Graph
 
 THRESHOLD_BYTES = 30 * 2**20

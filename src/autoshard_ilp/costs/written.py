@@ -1,6 +1,7 @@
-"""What XLA:TPU writes although it would be cheap to compute again: masks of positions, padded gradients.
+"""What XLA writes although it would be cheap to compute again.
 
-Both were seen in programs compiled for v5e (docs/fidelity.md): where several kernels need them, they are written once.
+On TPU masks of positions and padded gradients, seen in programs compiled for v5e (docs/fidelity.md): where several
+kernels need them, they are written once. On GPU the operand of an error function behind a product of merged dimensions.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import numpy as np
 from autoshard_ilp.graph import Graph, Op
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+SHORT_FLOAT_BYTES = 2
+"""Of 16-bit floats, which XLA:GPU converts before a long function, and reads unconverted elsewhere."""
 
 
 def compared_positions(graph: Graph, root: np.ndarray, several: np.ndarray, views: Collection[str]) -> np.ndarray:
@@ -67,3 +71,39 @@ def padded_for_several(
             found[t] = padded and bool(several[t]) and len({r.id for r in readers[t]}) > 1
             inside[t] = padded and not found[t] and not stored[t]
     return found
+
+
+def operands_of_erfc(
+    graph: Graph, root: np.ndarray, stored: np.ndarray, readers: Sequence[Sequence[Op]], fuses: Sequence[bool]
+) -> np.ndarray:
+    """Operands of ``erfc`` that something else reads as well: those of exact GELUs, for their gradient.
+
+    A product runs on two dimensions, so what has more is reshaped after it. XLA:GPU moves the reshape down to where the
+    16-bit operand of ``erfc`` is converted, which leaves that operand with a reshaped reader and a plain one, and its
+    fusion computes nothing inside a mere reshape. So it writes the operand. Not where nothing is reshaped: products of
+    two dimensions, convolutions, 32-bit floats.
+
+    Args:
+        root, stored, readers, fuses: as for :func:`padded_for_several`.
+    """
+    found, reshaped = np.zeros(len(graph.tensors), bool), np.zeros(len(graph.tensors), bool)
+    for op in graph.ops:
+        merged = op.primitive == "dot_general" and _merges(graph, op)
+        inside = fuses[op.id] and any(reshaped[root[t]] for t in op.inputs)
+        for t in op.outputs:
+            reshaped[t] = merged or inside
+        if op.primitive != "erfc":
+            continue
+        t = int(root[op.inputs[0]])
+        short = graph.tensors[t].itemsize == SHORT_FLOAT_BYTES
+        found[t] = short and reshaped[t] and not stored[t] and len({r.id for r in readers[t]}) > 1
+    return found
+
+
+def _merges(graph: Graph, product: Op) -> bool:
+    """Whether several dimensions of an operand become one of the result's two."""
+    contract, batch = product.params["dimension_numbers"]
+    free = (
+        len(graph.tensors[t].shape) - len(c) - len(b) for t, c, b in zip(product.inputs, contract, batch, strict=True)
+    )
+    return max(free) > 1

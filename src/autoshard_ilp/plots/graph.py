@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from autoshard_ilp.costs.memory import VIEWS, fusible
+from autoshard_ilp.costs.fusion import VIEWS, fusible
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.plots import base, colours

@@ -1,0 +1,234 @@
+"""Which tensors XLA writes to memory, and which it computes inside the kernels that read them.
+
+XLA does not materialise everything: views (reshape, transpose folded into its consumer) share their operand's buffer,
+and chains of elementwise operations are fused, so that only what leaves the fusion is written. The rules here follow
+XLA's instruction fusion in outline: a fusible operation is recomputed inside each consumer when that is cheap, and
+written once when several kernels need an expensive one, or one that takes more bytes to compute than it has (a
+residual sum), or when a consumer (matrix product, convolution, gather, sort, a result of the step) cannot fuse it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard_ilp.costs.written import COMPARISONS, compared_positions, operands_of_erfc, padded_for_several
+from autoshard_ilp.graph import Graph, Op
+
+VIEWS = frozenset(
+    """
+    reshape squeeze expand_dims transpose bitcast_convert_type copy copy_p stop_gradient hub loop_invariant
+    loop_slice loop_carry recompute branch_merge optimization_barrier sharding_constraint random_wrap
+    random_unwrap
+    """.split()  # noqa: SIM905
+)
+"""Operations whose result shares its operand's buffer (or is a free slice of it)."""
+
+RANDOM = frozenset({"random_bits", "threefry2x32"})
+"""Random bits take too long to be drawn in several kernels; XLA:TPU draws them again all the same."""
+
+TRANSCENDENTAL = frozenset(
+    """
+    exp exp2 expm1 log log1p tanh tan sin cos sinh cosh asin acos atan atan2 erf erfc erf_inv logistic pow lgamma
+    digamma
+    """.split()  # noqa: SIM905
+)
+"""Elementwise operations that XLA:CPU does not compute in several kernels. XLA:TPU does, and XLA:GPU where that reads
+fewer bytes than the result has: float32 exponentials of bfloat16 logits. Divisions and square roots are on XLA's list
+of dear operations as well, but are duplicated freely."""
+
+LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
+"""What XLA expands to polynomials of a hundred instructions: XLA:TPU too computes these once, for several kernels."""
+
+UNFUSIBLE = frozenset(
+    """
+    dot_general ragged_dot conv_general_dilated gather scatter scatter-add scatter_add scatter-mul scatter-min
+    scatter-max sort top_k cumsum cumprod cummax cummin cumlogsumexp fft cholesky triangular_solve qr eigh svd lu
+    reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
+    select_and_gather_add argmax argmin result loop_stack
+    """.split()  # noqa: SIM905
+)
+"""Operations that read their operands from memory and write their result to memory."""
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+"""XLA:TPU computes operands of these inside the kernel: an activation function is not written for the product after it,
+and is computed again for the weight's gradient."""
+
+MAX_LEAVES = 8
+"""Buffers counted behind a fused tensor: enough to tell that reading them takes longer than reading the tensor."""
+
+DEAR_LEAVES = 1.1
+"""A fused tensor is written once for several kernels when computing it reads this many times its own bytes."""
+
+REDUCTIONS = ("reduce_", "argm")
+
+
+def fusible(op: Op) -> bool:
+    """Whether XLA may compute the operation inside its consumer."""
+    return op.primitive not in UNFUSIBLE and not op.primitive.startswith(REDUCTIONS)
+
+
+def roots(graph: Graph) -> np.ndarray:
+    root = np.arange(len(graph.tensors))
+    for op in graph.ops:
+        if op.primitive not in VIEWS:
+            continue
+        for position, out in enumerate(op.outputs):
+            source = op.inputs[min(position, len(op.inputs) - 1)] if op.primitive != "loop_carry" else op.inputs[0]
+            if graph.tensors[source].literal is None:
+                root[out] = root[source]
+    return root
+
+
+def written_to_memory(graph: Graph, root: np.ndarray, family: str) -> np.ndarray:
+    """Whether each tensor is written to memory (see the module docstring)."""
+    readers = _readers(graph, root)
+    stored = _needs_buffer(graph, root, readers, family)
+    fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
+    if family == "gpu":
+        stored |= operands_of_erfc(graph, root, stored, readers, fuses)
+    several = _read_by_several_kernels(graph, root, stored, readers, family)
+    if family == "gpu":
+        several = _last_of_chains(graph, several, readers)
+    if family == "tpu":
+        padded = padded_for_several(graph, root, stored, several, readers, fuses)
+        stored |= padded
+        several &= ~padded
+        stored |= compared_positions(graph, root, several, VIEWS)
+    return _with_dear_ones(graph, root, stored, several, family)
+
+
+def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
+    """Operations that read each tensor, directly or through views."""
+    readers: list[list[Op]] = [[] for _ in graph.tensors]
+    for op in graph.ops:
+        if op.primitive not in VIEWS:
+            for t in op.inputs:
+                readers[root[t]].append(op)
+    return readers
+
+
+def _read_by_several_kernels(
+    graph: Graph, root: np.ndarray, stored: np.ndarray, readers: Sequence[Sequence[Op]], family: str
+) -> np.ndarray:
+    """Fusible tensors without a buffer that end up in two or more kernels."""
+    donated = written_in_place(graph, root)
+    found = np.zeros(len(graph.tensors), bool)
+    sinks: list[frozenset[int]] = [frozenset()] * len(graph.tensors)  # kernels, two at most: (op id), or ~(tensor id)
+    for op in reversed(graph.ops):
+        if op.primitive in VIEWS:
+            continue
+        for t in op.outputs:
+            kernels: set[int] = set()
+            for reader in readers[t]:
+                if not fusible(reader):
+                    kernels.add(reader.id)
+                for out in reader.outputs if fusible(reader) else ():
+                    kernels |= {~out} if stored[out] or found[out] else sinks[out]
+            sinks[t] = frozenset(list(kernels)[:2])
+            # The update of a variable is one kernel of several results; metrics are reductions.
+            fused = fusible(op) and (op.phase != "update" or (family == "gpu" and any(k >= 0 for k in kernels)))
+            found[t] = len(kernels) > 1 and fused and bool(op.inputs) and t not in donated and not stored[t]
+    return found
+
+
+def _last_of_chains(graph: Graph, several: np.ndarray, readers: Sequence[Sequence[Op]]) -> np.ndarray:
+    """Of what several kernels need, all but what only one operation reads, whose result they need, and is no larger:
+    where one of the two is written, it is the second."""
+    found = several.copy()
+    for t in map(int, np.flatnonzero(several)):
+        only = readers[t][0] if len(readers[t]) == 1 else None
+        if only is not None and only.outputs and several[only.outputs[0]]:
+            found[t] = graph.tensors[only.outputs[0]].bytes > graph.tensors[t].bytes
+    return found
+
+
+def _with_dear_ones(graph: Graph, root: np.ndarray, stored: np.ndarray, several: np.ndarray, family: str) -> np.ndarray:
+    """``stored``, and what several kernels need that takes a kernel more bytes to compute anew than to read."""
+    found = stored.copy()
+    behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
+    # A long function's result stands beside what it was made of: kernels read both rather than a third array.
+    # A mask is a byte per element.
+    beside = LONG | COMPARISONS if family == "tpu" else frozenset()
+    long = frozenset(t for op in graph.ops if op.primitive in beside for t in op.outputs)
+    for op in graph.ops:
+        mine = _leaves(graph, root, found, behind, op, largest=family == "tpu")
+        for t in op.outputs:
+            behind[t] = mine
+            own = graph.tensors[t]
+            # XLA:TPU casts a weight or an input in each of the products that read it, though it reads twice the bytes.
+            read = _size(graph, mine - long, own.itemsize if family == "tpu" else math.inf)
+            found[t] |= several[t] and read > DEAR_LEAVES * own.bytes
+    return found
+
+
+def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]], family: str) -> np.ndarray:
+    """Tensors that their producer or one of their readers cannot fuse, or that nobody computes twice."""
+    stored = np.zeros(len(graph.tensors), bool)
+    drawn = np.zeros(len(graph.tensors), bool)  # from random bits, inside a fusion
+    costly = np.zeros(len(graph.tensors), bool)  # from a transcendental function, inside a fusion
+    behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
+    donated = written_in_place(graph, root)
+    for op in graph.ops:
+        if op.primitive in VIEWS:
+            for position, out in enumerate(op.outputs):
+                source = op.inputs[min(position, len(op.inputs) - 1)]
+                drawn[out], costly[out] = drawn[source], costly[source]
+            continue
+        inside = [root[t] for t in op.inputs if not stored[root[t]]]
+        random = op.primitive in RANDOM or any(drawn[t] for t in inside)
+        dear = op.primitive in (LONG if family == "tpu" else TRANSCENDENTAL) or any(costly[t] for t in inside)
+        mine = _leaves(graph, root, stored, behind, op)
+        for t in op.outputs:
+            drawn[t], costly[t], behind[t] = random, dear, mine
+            if op.primitive in ("argument", "constant"):
+                stored[t] = True
+            elif not graph.tensors[t].shape or not readers[t]:
+                stored[t] = False
+            elif t in donated:
+                stored[t] = not fusible(op)
+            else:
+                smaller = family == "gpu" and _size(graph, mine) < graph.tensors[t].bytes  # to read than to keep
+                once = (random and family != "tpu") or (dear and not smaller)
+                stored[t] = (
+                    not fusible(op)
+                    or any(not _fuses_operand(r, family) for r in readers[t])
+                    or (once and len({r.id for r in readers[t]}) > 1)
+                )
+    return stored
+
+
+def _fuses_operand(op: Op, family: str) -> bool:
+    """Whether an operation may compute its operands element by element while it reads them."""
+    return fusible(op) or op.primitive.startswith(REDUCTIONS) or (family == "tpu" and op.primitive in PRODUCTS)
+
+
+def _leaves(
+    graph: Graph,
+    root: np.ndarray,
+    stored: np.ndarray,
+    behind: Sequence[frozenset[int]],
+    op: Op,
+    largest: bool = False,
+) -> frozenset[int]:
+    """Buffers that a kernel reads to compute an operation; of many, the first ones, or the largest."""
+    read: set[int] = set()
+    for t in op.inputs:
+        base = int(root[t])
+        if graph.tensors[base].literal is None:
+            read |= {base} if stored[base] else behind[base]
+    order = sorted(read, key=lambda t: (-graph.tensors[t].bytes, t)) if largest else sorted(read)
+    return frozenset(order[:MAX_LEAVES])
+
+
+def _size(graph: Graph, tensors: frozenset[int], widest: float = math.inf) -> float:
+    """Bytes of tensors, as if none had more than ``widest`` bytes per element."""
+    found = (graph.tensors[t] for t in tensors)
+    return sum(t.bytes if t.itemsize <= widest else math.prod(t.shape) * widest for t in found)
+
+
+def written_in_place(graph: Graph, root: np.ndarray) -> set[int]:
+    """Tensors that become the new value of a donated argument: they need no buffer besides the argument's."""
+    return {int(root[graph.ops[r].inputs[0]]) for r, _ in graph.aliases}
