@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
@@ -70,33 +71,40 @@ def test_padding_is_masked_where_it_would_be_added_up() -> None:
     assert found.tolist() == [16 * 19 * 4 + 19 * 24 * 4, 0]
 
 
+def gelu_before_product(x: Any, w: Any, v: Any) -> Any:
+    return jax.nn.gelu(x.astype("bfloat16") @ w.astype("bfloat16"), approximate=False) @ v.astype("bfloat16")
+
+
 def gelu_between_products(x: Any, w: Any, v: Any) -> Any:
-    y = jax.nn.gelu(x.astype("bfloat16") @ w.astype("bfloat16"), approximate=False)
-    return jnp.sum((y @ v.astype("bfloat16")).astype("float32") ** 2)
+    return jnp.sum(gelu_before_product(x, w, v).astype("float32") ** 2)
 
 
 ROWS, WIDTH, HIDDEN = 2048, 256, 1024
-GELU_SHAPES = [((*rows, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH)) for rows in ((ROWS,), (8, ROWS // 8))]
+GELU_SHAPES = [((*rows, WIDTH), (WIDTH, HIDDEN), (HIDDEN, HIDDEN)) for rows in ((ROWS,), (8, ROWS // 8))]
 
 
-def test_the_operand_of_an_exact_gelu_is_written_behind_merged_dimensions() -> None:
-    gradient = jax.grad(gelu_between_products, argnums=(0, 1, 2))
+STEPS = [gelu_before_product, jax.grad(gelu_between_products, argnums=(0, 1, 2))]
+both_steps = pytest.mark.parametrize("step", STEPS, ids=["predict", "train"])
+
+
+@both_steps
+def test_the_operand_of_an_exact_gelu_is_written_behind_merged_dimensions(step: Callable[..., Any]) -> None:
     flat, merged = (
-        len(spans(graph_of(gradient, *shapes), (*shapes[0][:-1], HIDDEN)))  # of rows x hidden
+        len(spans(graph_of(step, *shapes), (*shapes[0][:-1], HIDDEN)))  # of rows x hidden
         for shapes in GELU_SHAPES
     )
     assert merged == flat + 1
 
 
 @needs_cuda
-def test_xla_writes_that_operand() -> None:
+@both_steps
+def test_xla_writes_that_operand(step: Callable[..., Any]) -> None:
     mesh = compile_only_mesh(parse_target("h100:8"), ("data",), (8,))
-    gradient = jax.jit(jax.grad(gelu_between_products, argnums=(0, 1, 2)))
     temporary = []
     for shapes in GELU_SHAPES:
         whole = NamedSharding(mesh, PartitionSpec())
         args = [jax.ShapeDtypeStruct(s, "float32", sharding=whole) for s in shapes]
-        compiled = gradient.lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0})
+        compiled = jax.jit(step).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0})
         temporary.append(compiled.memory_analysis().temp_size_in_bytes)
     flat, merged = temporary
     np.testing.assert_allclose(merged - flat, ROWS * HIDDEN * 2, rtol=0.05)

@@ -88,7 +88,7 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str) -> np.ndarray
     stored = _needs_buffer(graph, root, readers, family)
     fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
     if family == "gpu":
-        stored |= operands_of_erfc(graph, root, stored, readers, fuses)
+        stored |= operands_of_erfc(graph, root, stored, fuses)
     several = _read_by_several_kernels(graph, root, stored, readers, family)
     if family == "gpu":
         several = _last_of_chains(graph, several, readers)

@@ -73,18 +73,16 @@ def padded_for_several(
     return found
 
 
-def operands_of_erfc(
-    graph: Graph, root: np.ndarray, stored: np.ndarray, readers: Sequence[Sequence[Op]], fuses: Sequence[bool]
-) -> np.ndarray:
-    """Operands of ``erfc`` that something else reads as well: those of exact GELUs, for their gradient.
+def operands_of_erfc(graph: Graph, root: np.ndarray, stored: np.ndarray, fuses: Sequence[bool]) -> np.ndarray:
+    """Operands of ``erfc``, the error function of exact GELUs, behind products of merged dimensions.
 
     A product runs on two dimensions, so what has more is reshaped after it. XLA:GPU moves the reshape down to where the
-    16-bit operand of ``erfc`` is converted, which leaves that operand with a reshaped reader and a plain one, and its
-    fusion computes nothing inside a mere reshape. So it writes the operand. Not where nothing is reshaped: products of
-    two dimensions, convolutions, 32-bit floats.
+    16-bit operand of ``erfc`` is converted, and its fusion computes nothing inside a mere reshape. So it writes the
+    operand, and keeps it where the gradient reads it again. Not where nothing is reshaped: products of two dimensions,
+    convolutions, 32-bit floats.
 
     Args:
-        root, stored, readers, fuses: as for :func:`padded_for_several`.
+        root, stored, fuses: as for :func:`padded_for_several`.
     """
     found, reshaped = np.zeros(len(graph.tensors), bool), np.zeros(len(graph.tensors), bool)
     for op in graph.ops:
@@ -96,7 +94,7 @@ def operands_of_erfc(
             continue
         t = int(root[op.inputs[0]])
         short = graph.tensors[t].itemsize == SHORT_FLOAT_BYTES
-        found[t] = short and reshaped[t] and not stored[t] and len({r.id for r in readers[t]}) > 1
+        found[t] = short and reshaped[t] and not stored[t]
     return found
 
 
