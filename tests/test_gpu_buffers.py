@@ -79,8 +79,8 @@ def gelu_between_products(x: Any, w: Any, v: Any) -> Any:
     return jnp.sum(gelu_before_product(x, w, v).astype("float32") ** 2)
 
 
-ROWS, WIDTH, HIDDEN = 2048, 256, 1024
-GELU_SHAPES = [((*rows, WIDTH), (WIDTH, HIDDEN), (HIDDEN, HIDDEN)) for rows in ((ROWS,), (8, ROWS // 8))]
+ROWS, WIDTH, HIDDEN = 16384, 256, 1024  # enough rows that no product is split
+GELU_SHAPES = [((*rows, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH)) for rows in ((ROWS,), (8, ROWS // 8))]
 
 
 STEPS = [gelu_before_product, jax.grad(gelu_between_products, argnums=(0, 1, 2))]
