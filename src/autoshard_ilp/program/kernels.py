@@ -12,6 +12,8 @@ import numpy as np
 from numba import njit
 
 INF = np.inf
+LANES = 16
+"""Cells of a row whose minima are taken side by side: LLVM makes no vector instructions of a single running minimum."""
 
 
 class Flat(NamedTuple):
@@ -73,14 +75,28 @@ def _least(
             for a in range(labels):
                 out[a] = min(out[a], row[a] + more)
         return
+    lanes = np.empty(LANES)
     for b in range(before):
         more = outer[b]
         for a in range(labels):
             begin = start + (b * labels + a) * after
             row = tables[begin : begin + after]
             low = INF
-            for c in range(after):
-                low = min(low, row[c] + inner[c])
+            if after < LANES:
+                for c in range(after):
+                    low = min(low, row[c] + inner[c])
+            else:
+                for k in range(LANES):
+                    lanes[k] = row[k] + inner[k]
+                for block in range(1, after // LANES + 1):
+                    c = min(block * LANES, after - LANES)  # the last block overlaps the one before
+                    for k in range(LANES):
+                        lanes[k] = min(lanes[k], row[c + k] + inner[c + k])
+                for k in range(8):
+                    lanes[k] = min(lanes[k], lanes[k + 8])
+                for k in range(4):
+                    lanes[k] = min(lanes[k], lanes[k + 4])
+                low = min(min(lanes[0], lanes[1]), min(lanes[2], lanes[3]))
             out[a] = min(out[a], low + more)
 
 
@@ -163,6 +179,7 @@ def sweep(
     shares = np.zeros((ports, most))
     left, right = np.zeros(left_most), np.zeros(right_most)
     message = np.zeros(flat.message_at[-1])
+    settled = np.zeros(len(flat.labels), np.bool_)  # the node took all there was, and nothing came since
     removed, empty = 0, -1
     for step in range(2 * nodes * count):
         turn = step % (2 * nodes)
@@ -175,6 +192,8 @@ def sweep(
         for p in range(begin, end):
             give += not flat.last[p] if forward else not flat.first[p]
             f, move, at = flat.factor[p], moves[p - begin], flat.message_at[p]
+            if settled[p]:
+                continue
             _beside(flat, message, p, flat.scope_at[f], flat.scope_at[f + 1], left, right)
             _least(tables, flat.table_at[f], flat.before[p], flat.labels[p], flat.after[p], left, right, move)
             for a in range(flat.labels[p]):
@@ -211,11 +230,17 @@ def sweep(
                     share[a] = min(share[a], own[s])
                 for a in range(flat.labels[p]):
                     share[a] *= weight
+            if settled[p] and not gives:
+                continue
             move, at = moves[p - begin], flat.message_at[p]
             for a in range(flat.labels[p]):
-                if move[a] < INF:
+                if not settled[p] and move[a] < INF:
                     message[at + a] -= move[a]
                 message[at + a] += share[a]
+            f = flat.factor[p]
+            for i in range(flat.scope_at[f], flat.scope_at[f + 1]):
+                settled[flat.port_of[i]] = False
+            settled[p] = not gives
         if give == 0:
             continue
         for p in range(begin, end):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autoshard_ilp.program import kernels_eliminate
 from autoshard_ilp.program.net import Factor, Net, Record, joint_labels
 
 NO_BYTES = 2**55  # stands for "no finite cell" inside a minimum, never in a result
@@ -92,6 +93,13 @@ def _normalise_used(net: Net, number: int) -> None:
     net.replace(number, Factor(f.scope, f.labels, f.table, used if used.any() else None))
 
 
+def _all_different(rows: np.ndarray) -> bool:
+    """Whether a sum of each row's bits, which equal rows have in common, already tells all rows apart."""
+    bits = rows.view(np.uint64)
+    factors = np.arange(1, 2 * bits.shape[1], 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return len(np.unique((bits ^ (bits >> np.uint64(29))) @ factors)) == len(rows)
+
+
 def merge_equal_labels(net: Net, number: int) -> bool:
     """Give labels with equal slices one number. True when something changed."""
     f = net.factors[number]
@@ -101,6 +109,8 @@ def merge_equal_labels(net: Net, number: int) -> bool:
         if used is not None:
             held = np.moveaxis(used, k + 1, 0).reshape(len(rows), -1)
             rows = np.hstack((rows, np.ascontiguousarray(held).view(np.float64)))
+        if _all_different(rows):
+            continue
         keys: dict[bytes, int] = {}
         group = np.array([keys.setdefault(r.tobytes(), len(keys)) for r in rows])
         if len(keys) == len(rows):
@@ -248,21 +258,27 @@ def elimination_scope(net: Net, v: int) -> tuple[list[int], list[np.ndarray], di
         labels.append(lab)
         for n, m in zip(numbers, own, strict=True):
             maps[n][w] = m
-    return list(meets), labels, maps
+    order = sorted(
+        range(len(labels)), key=lambda i: int(labels[i].max())
+    )  # the longest last: compiled loops run along it
+    nodes = list(meets)
+    return [nodes[i] for i in order], [labels[i] for i in order], maps
 
 
 def min_sum(cost: np.ndarray, tables: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """Least over the first axis of cost + sum of tables (each broadcastable to ``(len(cost), *shape)``)."""
-    cells = math.prod(shape)
-    step = max(1, CHUNK_CELLS // max(1, cells))
-    out = np.full(shape, np.inf)
-    lead = (-1,) + (1,) * len(shape)
-    for begin in range(0, len(cost), step):
-        part = cost[begin : begin + step].reshape(lead)
-        for t in tables:
-            part = part + t[begin : begin + step]
-        np.minimum(out, part.min(axis=0), out=out)
-    return out
+    if not shape or 0 in shape:
+        return np.asarray(sum(tables, cost).min(axis=0)) if not shape else np.full(shape, np.inf)
+    leading = shape[:-1]
+    own = [t.shape[1:-1] for t in tables]
+    leads = np.array([math.prod(n) for n in own], np.int64)
+    place = np.empty((len(tables), math.prod(leading)), np.int64)
+    for k, n in enumerate(own):
+        place[k] = np.broadcast_to(np.arange(leads[k]).reshape(n), leading).ravel()
+    at = np.concatenate(([0], np.cumsum([t.size for t in tables]))).astype(np.int64)
+    out = np.empty((place.shape[1], shape[-1]))
+    kernels_eliminate.min_sum(cost, np.concatenate([t.ravel() for t in tables]), at, leads, place, out)
+    return out.reshape(shape)
 
 
 def min_sum_used(
