@@ -1,12 +1,14 @@
 """Calibration: the fit finds the figures behind the measurements; a run on CPU devices gives a usable profile."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import autoshard_ilp as autoshard
+from autoshard_ilp.calibration import timing
 from autoshard_ilp.calibration.calibrate import calibrate
 from autoshard_ilp.calibration.fit import fit, predict
 from autoshard_ilp.calibration.programs import collective_loop
@@ -98,6 +100,24 @@ def test_calibrate_on_cpu_devices_writes_a_profile_that_plans(tmp_path):
     assert plan.hardware == "cpu-host-measured"
 
 
+def test_a_calibration_ends_in_time_with_every_kind_measured(monkeypatch):
+    """Of each kind the smallest size comes first, then the largest: enough for a latency and a bandwidth."""
+    mesh = as_mesh({"data": 2, "model": 4}).concrete()
+    jobs = timing.grid(mesh)
+    assert len(jobs) == len(set(jobs)) == 1 + 8 + 3 + 3 * 5 * 9
+    first = jobs[: 1 + 4 + 2 + 2 * 15]
+    for kind, sizes in {"matmul": timing.MATMUL_SIZES, "memory": timing.MEMORY_BYTES}.items():
+        assert {n for k, _, n, _ in first if k == kind} == {min(sizes), max(sizes)}
+    for kind in COLLECTIVE_KINDS:
+        assert {n for k, _, n, _ in first if k == kind} == {min(timing.PAYLOAD_BYTES), max(timing.PAYLOAD_BYTES)}
+    assert timing.ends_first([4, 1, 2]) == [1, 4, 2] and timing.ends_first([5]) == [5]
+    now = iter(float(x) for x in range(1000))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(timing, "seconds_of", lambda loop, **_: (1e-3, 0.0))
+    with pytest.warns(UserWarning, match="time limit of 4 s ended the calibration after 3 of 36"):
+        calibrate({"data": 8}, payload_bytes=[64, 128, 256, 512, 1024, 2048], matmul_sizes=[8], time_limit=4.0)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -105,6 +125,7 @@ def test_calibrate_on_cpu_devices_writes_a_profile_that_plans(tmp_path):
         ({"payload_bytes": []}, autoshard.InputShapeError, "payload_bytes are positive"),
         ({"matmul_sizes": [2.5]}, autoshard.InputShapeError, "matmul_sizes are positive"),
         ({"repeats": 0}, autoshard.InputShapeError, "repeats is at least 1"),
+        ({"time_limit": 0}, autoshard.InputShapeError, "time_limit is a positive"),
         ({"output": "profile.json"}, autoshard.ProfileError, "ending in .toml"),
         ({"output": "/no/such/folder/x.toml"}, autoshard.ProfileError, "existing folder"),
         ({"hardware": "abacus"}, autoshard.ProfileError, "unknown"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ def calibrate(
         int | None, typer.Option("--cpu-devices", min=1, help="Simulate this many devices on the CPU.")
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs per measurement.")] = 5,
+    time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds, then nothing more is measured.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile's figures as JSON.")] = False,
 ) -> None:
     """Measure collectives and matrix products on the attached devices and write a hardware profile."""
@@ -37,7 +39,11 @@ def calibrate(
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", cpu_devices)
         jax.devices()
-    profile = run(where, output=output, hardware=hardware, repeats=repeats)
+    say(f"measuring collectives, matrix products and memory for at most {time_limit:g} s")
+    with warnings.catch_warnings(record=True) as told:
+        profile = run(where, output=output, hardware=hardware, repeats=repeats, time_limit=time_limit)
+    for warning in told:
+        say(f"warning: {warning.message}")
     if as_json:
         print_json({"output": str(output), "figures": profile.figures(), "residuals": profile.residuals})
         return

@@ -143,6 +143,8 @@ def prepare() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    with quiet_native_logs():  # JAX's plugins for GPUs say while they load that there is none
+        from autoshard_ilp import _jax_compat  # noqa: F401
 
 
 _NATIVE_NOISE = re.compile(rb"([IW]\d{4} \d|\d{4}-\d\d-\d\d .*: [IW] |WARNING: All log messages before absl)")

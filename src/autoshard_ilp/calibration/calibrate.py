@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ def calibrate(
     matmul_sizes: Sequence[int] | None = None,
     repeats: int = 5,
     target_seconds: float = 0.05,
+    time_limit: float = 120.0,
     progress: Any = None,
 ) -> HardwareProfile:
     """Measures collectives and matrix products on a mesh's devices and fits a hardware profile.
@@ -40,7 +42,9 @@ def calibrate(
         matmul_sizes: sides of the square matrices; None: 256 to 2048.
         repeats: runs per measurement; the fastest counts.
         target_seconds: length of one run.
-        progress: as for ``optimize``.
+        time_limit: seconds after which no further measurement begins (one takes from tenths of a second to a few
+            seconds, its compilation included). Every kind is measured at its smallest and largest size first.
+        progress: as for ``optimize``; a callable is told ``{"stage", "done", "total"}``.
 
     Returns:
         The profile; ``.residuals`` says per kind how far it is from what was measured.
@@ -62,12 +66,15 @@ def calibrate(
         raise InputShapeError(
             f"repeats is at least 1 and target_seconds positive. Received: {repeats!r} and {target_seconds!r}."
         )
+    if not time_limit > 0:
+        raise InputShapeError(f"time_limit is a positive number of seconds. Received: {time_limit!r}.")
     target = _writable(output)
+    total = len(timing.grid(devices, sizes, sides))
     shown = Progress(progress)
     with shown.running(), shown.stage("measure"):
 
         def told(done: int, total: int, what: str) -> None:
-            shown.tell({"stage": f"measure {what}", "done": done, "total": total})
+            shown.tell({"stage": f"measure {what} ({done + 1} of {total})", "done": done, "total": total})
 
         samples = list(
             timing.measure(
@@ -76,8 +83,15 @@ def calibrate(
                 matmul_sizes=sides,
                 repeats=repeats,
                 target_seconds=target_seconds,
+                time_limit=time_limit,
                 told=told,
             )
+        )
+    if len(samples) < total:
+        warnings.warn(
+            f"The time limit of {time_limit:g} s ended the calibration after {len(samples)} of {total} measurements. "
+            "What was not measured is interpolated, or stays as in the base profile. Raise time_limit for more.",
+            stacklevel=2,
         )
     fitted, residuals = fit(base, where, samples)
     label = name or f"{base.name.removesuffix('-measured')}-measured"

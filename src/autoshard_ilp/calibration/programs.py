@@ -97,10 +97,7 @@ def _loop(mesh: Any, device: Callable[[Any, Any], Any], local_shape: tuple[int, 
     # Zeros would let some processors run faster than on real data, but sums of anything else overflow in the end.
     zero = len(local_shape) == 1
 
-    def values(index: Any) -> np.ndarray:
-        if zero:
-            return np.zeros(local_shape, dtype)
-        return np.random.default_rng(0).standard_normal(local_shape).astype(dtype)
-
-    operand = jax.make_array_from_callback(shape, sharding, values)
+    drawn = np.zeros(local_shape) if zero else np.random.default_rng(0).standard_normal(local_shape, np.float32)
+    local = drawn.astype(dtype)
+    operand = jax.make_array_from_callback(shape, sharding, lambda index: local)
     return jax.jit(program), operand
