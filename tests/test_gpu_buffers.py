@@ -28,6 +28,11 @@ def graph_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Graph:
     return insert_hubs(build_graph(jaxpr, argument_paths=names, result_paths=results))
 
 
+def whole_on_gpus() -> NamedSharding:
+    """A copy on every GPU."""
+    return NamedSharding(compile_only_mesh(parse_target("h100:8"), ("data",), (8,)), PartitionSpec())
+
+
 def spans(graph: Graph, shape: tuple[int, ...], family: str = "gpu") -> list[tuple[int, int]]:
     """Lifetimes of what is written of a shape, arguments aside."""
     found = analyse(graph, family)
@@ -99,15 +104,44 @@ def test_the_operand_of_an_exact_gelu_is_written_behind_merged_dimensions(step: 
 @needs_cuda
 @both_steps
 def test_xla_writes_that_operand(step: Callable[..., Any]) -> None:
-    mesh = compile_only_mesh(parse_target("h100:8"), ("data",), (8,))
     temporary = []
     for shapes in GELU_SHAPES:
-        whole = NamedSharding(mesh, PartitionSpec())
-        args = [jax.ShapeDtypeStruct(s, "float32", sharding=whole) for s in shapes]
+        args = [jax.ShapeDtypeStruct(s, "float32", sharding=whole_on_gpus()) for s in shapes]
         compiled = jax.jit(step).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0})
         temporary.append(compiled.memory_analysis().temp_size_in_bytes)
     flat, merged = temporary
     np.testing.assert_allclose(merged - flat, ROWS * HIDDEN * 2, rtol=0.05)
+
+
+def convolved(image: Any, kernel: Any) -> Any:
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=layout)
+
+
+BETWEEN_CONVOLUTIONS = {
+    "bias and relu": (lambda y, b: jnp.maximum(y + b, 0), 1),
+    "relu": (lambda y, b: jnp.maximum(y, 0), 1),
+    "normalised": (lambda y, b: jnp.maximum((y - b) * b + b, 0), 2),
+    "tanh": (lambda y, b: jnp.tanh(y + b), 2),
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", BETWEEN_CONVOLUTIONS)
+def test_nothing_overwrites_what_a_convolution_returns(name: str) -> None:
+    """But a bias and a ReLU are computed inside its call."""
+    activation, n_arrays = BETWEEN_CONVOLUTIONS[name]
+
+    def step(x: Any, w: Any, b: Any, v: Any) -> Any:
+        return convolved(activation(convolved(x, w), b), v)
+
+    between = (16, 32, 32, 256)
+    shapes = [(*between[:-1], 32), (3, 3, 32, 256), (256,), (3, 3, 256, 32)]
+    found = spans(graph_of(step, *shapes), between)
+    assert max(sum(start <= t < end for start, end in found) for t, _ in found) == n_arrays
+    args = [jax.ShapeDtypeStruct(s, "float32", sharding=whole_on_gpus()) for s in shapes]
+    compiled = jax.jit(step).lower(*args).compile(compiler_options={"xla_gpu_autotune_level": 0})
+    np.testing.assert_allclose(compiled.memory_analysis().temp_size_in_bytes, n_arrays * 4 * np.prod(between), rtol=0.1)
 
 
 @needs_cuda

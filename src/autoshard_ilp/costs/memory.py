@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard_ilp.costs.fusion import REDUCTIONS, VIEWS, fusible, roots, written_to_memory
+from autoshard_ilp.costs.padding import leaves_triton
 from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op
 
 
@@ -123,8 +124,10 @@ def _overwritten(
 
     A product's result whose only reader is a chain of elementwise operations is among them; XLA:GPU may even fuse the
     chain into the product. On GPUs a kernel that also computes reductions of what it reads, such as a softmax, its
-    gradient or that of a normalisation, overwrites nothing.
+    gradient or that of a normalisation, overwrites nothing; and nothing overwrites what a library's call returns beside
+    its workspace: convolutions, and products where these are cuBLAS's. Only a bias and a ReLU are part of such a call.
     """
+    in_library = _library_results(graph) if family == "gpu" else frozenset()
     for op in graph.ops:
         written = [t for t in op.outputs if stored[t]]
         if not written or not fusible(op) or op.primitive in ("argument", "constant"):
@@ -139,9 +142,41 @@ def _overwritten(
             producer = graph.tensors[t].producer
             if producer is None or graph.ops[producer].primitive in ("argument", "constant"):
                 continue
-            if stored[t] and last_use[t] == time[op.id] and graph.tensors[t].bytes == size:
+            if not stored[t] or last_use[t] != time[op.id] or graph.tensors[t].bytes != size:
+                continue
+            if t not in in_library or _is_biased_relu(graph, root, op, t):
                 yield t
                 break
+
+
+def _library_results(graph: Graph) -> frozenset[int]:
+    """Results of cuDNN's and cuBLAS's calls."""
+    calls = {"conv_general_dilated", "dot_general"} if leaves_triton(graph) else {"conv_general_dilated"}
+    return frozenset(t for op in graph.ops if op.primitive in calls for t in op.outputs)
+
+
+def _is_biased_relu(graph: Graph, root: np.ndarray, op: Op, tensor: int) -> bool:
+    """Whether an operation computes ``max(tensor, 0)``, or that of ``tensor`` and a bias of one dimension."""
+
+    def constant(t: int) -> bool:
+        return graph.tensors[t].literal is not None or not graph.tensors[t].shape
+
+    def bias(t: int) -> bool:
+        producer = graph.tensors[t].producer
+        while producer is not None and graph.ops[producer].primitive in (*VIEWS, "broadcast_in_dim"):
+            t = graph.ops[producer].inputs[0]
+            producer = graph.tensors[t].producer
+        return sum(n > 1 for n in graph.tensors[t].shape) <= 1
+
+    if op.primitive != "max" or not any(constant(t) for t in op.inputs):
+        return False
+    for t in (int(root[i]) for i in op.inputs if not constant(i)):
+        producer = graph.tensors[t].producer
+        added = producer is not None and graph.ops[producer].primitive in ("add", "add_any")
+        beside = [int(root[i]) for i in graph.ops[producer].inputs] if added and producer is not None else []
+        if t == tensor or (tensor in beside and all(i == tensor or bias(i) for i in beside)):
+            return True
+    return False
 
 
 def _reduced_beside(
