@@ -169,6 +169,28 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path, monkeypatch, counted):
     assert len(rest) == 6 and len(counted) == len(set(counted)) == 6
 
 
+def test_ctrl_c_that_a_library_swallows_ends_the_sweep_after_its_case(monkeypatch, counted):
+    monkeypatch.setattr("autoshard_ilp.console.was_interrupted", lambda: len(counted) == 2)
+    found = sweep(**AXES, workers=0)
+    assert found.interrupted and len(found) == len(counted) == 2
+
+
+def test_a_worker_is_ended_by_two_threads_at_once():
+    worker = pool.Worker({})
+
+    class Process:
+        pid, stdin, stdout = 0, None, None
+
+        def poll(self):
+            worker.process = None  # as the other thread does when it is done
+            return 0
+
+        wait = poll
+
+    worker.process = Process()
+    assert worker._end() == 0 and worker._end() is None
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment(tmp_path, workers):
     """A real process is killed; a second one finishes; each case was finished once."""

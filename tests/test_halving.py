@@ -155,6 +155,13 @@ def test_the_larger_program_is_solved_only_where_memory_binds(answers: Any, take
         assert "at most 5.00%" in notes[0]
 
 
+def test_an_interrupt_of_the_second_program_is_told() -> None:
+    second = solution(2.0, lower=1.9)
+    second.report["interrupted"] = True
+    _, found, _ = solve_halved(TIED, _Solver([solution(2.0), second]), lambda: FINE, 100.0, lambda: 0.0)
+    assert found.report["interrupted"] and found.objective == 2.0
+
+
 def test_the_second_program_starts_from_the_first_and_has_the_time_that_is_left() -> None:
     for status, seconds in (("feasible", 97.0), ("optimal", 15.0)):  # after a proof: five times as long as it took
         solver = _Solver([solution(2.0, status=status, lower=1.99), solution(1.0)], takes=3.0)

@@ -1,12 +1,16 @@
 """Work in a thread that Ctrl-C stops: its answer is kept, its errors arrive, and it is not waited for in vain."""
 
+import math
 import os
 import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 
+import autoshard_ilp as autoshard
+from autoshard_ilp.program.model import Solution
 from autoshard_ilp.program.stoppable import run_stoppable
 
 
@@ -33,3 +37,16 @@ def test_results_and_errors_arrive():
     assert run_stoppable("worker", lambda: 3, lambda: None) == (3, False)
     with pytest.raises(ValueError, match="inside"):
         run_stoppable("worker", lambda: int("inside"), lambda: None)
+
+
+def test_an_interrupt_before_any_plan_is_raised_and_nothing_else_tried(monkeypatch):
+    asked = []
+
+    def solve(program, options, **_):
+        asked.append(program)
+        return Solution("feasible", None, math.inf, 0.0, 0, 0.0, {"interrupted": True})
+
+    monkeypatch.setattr("autoshard_ilp.program.solve", solve)
+    with pytest.raises(KeyboardInterrupt):
+        autoshard.optimize_fn(lambda x, w: x @ w, (np.ones((8, 16)), np.ones((16, 8))), {"data": 8}, progress=False)
+    assert len(asked) == 1

@@ -88,6 +88,8 @@ def attempt(
     limit = min(seconds, request.solver.time_limit)
     found, solution, notes = solve_halved(priced(False), solved, lambda: priced(True), limit)
     table, built = found.table, found.built
+    if solution.choices is None and solution.report.get("interrupted"):
+        raise KeyboardInterrupt  # there is no plan to keep, and nothing else shall be tried
     if solution.status == "infeasible" or solution.choices is None:
         return Failure(step, infos, table, built, solution, found.pinned)
     plan = assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))

@@ -91,6 +91,8 @@ def solve_halved(
         return fine, second, (note,)
     could = max(0.0, 1 - second.lower_bound / first.objective)
     note = f"Memory binds: deciding each half of the repeated layers by itself could save at most {could:.2%}."
+    if second.report.get("interrupted"):
+        first.report["interrupted"] = True
     return tied, first, (note,)
 
 

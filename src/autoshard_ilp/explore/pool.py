@@ -30,6 +30,7 @@ class Worker:
     def __init__(self, models: Mapping[str, Any]) -> None:
         self.models = models
         self.process: subprocess.Popen[bytes] | None = None
+        self.stopped = False
         self._log: Any = None
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -76,6 +77,8 @@ class Worker:
         late = seconds >= limit
         code = self._end()
         said = self._last_words()
+        if self.stopped:
+            return failed_row(case, "WorkerDied", "the sweep was stopped", seconds)
         self.stop()
         if late:
             return failed_row(case, "Timeout", f"no answer within {time_limit:g} s", seconds)
@@ -96,11 +99,12 @@ class Worker:
         return data
 
     def _last_words(self) -> str:
-        if self._log is None:
+        log = self._log
+        if log is None:
             return ""
         with contextlib.suppress(OSError, ValueError):
-            self._log.seek(0)
-            lines = self._log.read().decode("utf-8", "replace").split("\n")
+            log.seek(0)
+            lines = log.read().decode("utf-8", "replace").split("\n")
             said = [x.strip() for x in lines if x.strip() and not x.startswith(("I0000", "WARNING: All log", "W0000"))]
             return said[-1][:300] if said else ""
         return ""
@@ -108,25 +112,32 @@ class Worker:
     def stop(self) -> None:
         """Ends the process and forgets what it said."""
         self._end()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
+
+    def close(self) -> None:
+        """As :meth:`stop`, from any thread and for good: a case under way gives no row worth keeping."""
+        self.stopped = True
+        self.stop()
 
     def _end(self) -> int | None:
         """Ends the process; its exit code."""
-        if self.process is None:
+        process = self.process  # the pool stops a worker from another thread than the one that runs its cases
+        if process is None:
             return None
         with contextlib.suppress(OSError):
-            time.sleep(0.0 if self.process.poll() is not None else 0.05)
-            code = self.process.poll()
+            time.sleep(0.0 if process.poll() is not None else 0.05)
+            code = process.poll()
             if code is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            code = self.process.wait()
-            for pipe in (self.process.stdin, self.process.stdout):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):
                         pipe.close()
-            self.process = None
+            if self.process is process:
+                self.process = None
             return code
         return None
 
@@ -180,6 +191,6 @@ def rows_of(
     finally:
         stopped.set()
         for worker in pool:
-            worker.stop()
+            worker.close()
         for thread in threads:
             thread.join(timeout=5.0)

@@ -173,6 +173,8 @@ def _run(
     work: Work, waiting: Sequence[Case], plan: _Settings, store: Store | None, rows: dict[str, Row], progress: Any
 ) -> bool:
     """Plans what is waiting; True when interrupted."""
+    from autoshard_ilp.console import was_interrupted
+
     total, before = len(work.cases), len(work.cases) - len(waiting)
     began = time.monotonic()
     source = _in_processes(work, waiting, plan) if work.portable and plan.workers else _here(work, waiting)
@@ -186,6 +188,8 @@ def _run(
                 finished = len(rows) - before if len(rows) >= before else 0
                 left = (time.monotonic() - began) / max(1, finished) * (total - len(rows))
                 bar.step(len(rows), left, done)
+                if was_interrupted():  # libraries may swallow it while they load; this case is finished
+                    return True
         except KeyboardInterrupt:
             return True
         finally:
