@@ -162,3 +162,23 @@ def test_copies_that_loops_read_are_counted() -> None:
     assert seen.compiled_peak_bytes is not None
     assert 0.85 < seen.compiled_peak_bytes / plan.memory.peak_bytes < 1.05
     np.testing.assert_allclose(seen.compiled_bytes_per_device, seen.predicted_bytes_per_device, rtol=0.05)
+
+
+@needs_cuda
+def test_the_mask_of_an_accuracy_is_counted() -> None:
+    """Keras looks for negative zeros in all logits; XLA:GPU keeps where they are, a byte per logit, for both of its
+    reductions."""
+    import keras
+
+    def build() -> Any:
+        tokens = keras.Input((128,), dtype="int32")
+        x = keras.layers.Embedding(512, 128, dtype="mixed_bfloat16")(tokens)
+        model = keras.Model(tokens, keras.layers.Dense(16384, dtype="mixed_bfloat16")(x))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, metrics=["sparse_categorical_accuracy"])
+        return model
+
+    plan = autoshard.optimize(build, {"data": 2, "model": 4}, hardware="h100", batch_size=256, progress=False)
+    seen = plan.verify("h100:8")
+    assert seen.compiled_peak_bytes is not None
+    assert 0.9 < seen.compiled_peak_bytes / plan.memory.peak_bytes < 1.05

@@ -17,6 +17,7 @@ from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.costs.tiles import padding, through_convolutions, tiled_bytes
+from autoshard_ilp.costs.written import masks_of_extremes
 from autoshard_ilp.graph import Op
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, local_shape
@@ -263,6 +264,7 @@ def _hold_results(
     padded = once(
         table.prices.held, (id(cls.strategies), account.pads), lambda: _padded(table, representative, cls, account.pads)
     )
+    padded = padded + masks_of_extremes(graph, representative, cls.strategies, sizes)  # by what is around it
     times = [(int(buffers.time[m]), graph.ops[m].scope) for m in cls.members]
     hold(padded, [(time, time + 1, "activations", scope) for time, scope in times])
 

@@ -97,7 +97,22 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str) -> np.ndarray
         stored |= padded
         several &= ~padded
         stored |= compared_positions(graph, root, several, VIEWS)
-    return _with_dear_ones(graph, root, stored, several, family)
+    stored = _with_dear_ones(graph, root, stored, several, family)
+    if family == "gpu":
+        stored = _with_dear_ones(graph, root, stored, _masks_of_metrics(graph, root, stored, readers), family)
+    return stored
+
+
+def _masks_of_metrics(
+    graph: Graph, root: np.ndarray, stored: np.ndarray, readers: Sequence[Sequence[Op]]
+) -> np.ndarray:
+    """Masks inside what several reductions of a metric compute anew, each for itself: Keras's ``argmax`` replaces
+    negative zeros first, in the logits as large as they are, and XLA:GPU writes where these are."""
+    several = _read_by_several_kernels(graph, root, stored, readers, "gpu", computed_anew=True)
+    for op in graph.ops:
+        for t in op.outputs:
+            several[t] &= op.phase == "update" and graph.tensors[t].dtype == "bool"
+    return _last_of_chains(graph, several, readers)
 
 
 def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
@@ -111,9 +126,15 @@ def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
 
 
 def _read_by_several_kernels(
-    graph: Graph, root: np.ndarray, stored: np.ndarray, readers: Sequence[Sequence[Op]], family: str
+    graph: Graph,
+    root: np.ndarray,
+    stored: np.ndarray,
+    readers: Sequence[Sequence[Op]],
+    family: str,
+    computed_anew: bool = False,
 ) -> np.ndarray:
-    """Fusible tensors without a buffer that end up in two or more kernels."""
+    """Fusible tensors without a buffer that end up in two or more kernels; also through others that do, where these are
+    ``computed_anew`` in each of the kernels."""
     donated = written_in_place(graph, root)
     found = np.zeros(len(graph.tensors), bool)
     sinks: list[frozenset[int]] = [frozenset()] * len(graph.tensors)  # kernels, two at most: (op id), or ~(tensor id)
@@ -126,7 +147,7 @@ def _read_by_several_kernels(
                 if not fusible(reader):
                     kernels.add(reader.id)
                 for out in reader.outputs if fusible(reader) else ():
-                    kernels |= {~out} if stored[out] or found[out] else sinks[out]
+                    kernels |= {~out} if stored[out] or (found[out] and not computed_anew) else sinks[out]
             sinks[t] = frozenset(list(kernels)[:2])
             # The update of a variable is one kernel of several results; metrics are reductions.
             fused = fusible(op) and (op.phase != "update" or (family == "gpu" and any(k >= 0 for k in kernels)))

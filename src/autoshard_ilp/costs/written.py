@@ -1,16 +1,20 @@
 """What XLA writes although it would be cheap to compute again.
 
 On TPU masks of positions and padded gradients, seen in programs compiled for v5e (docs/fidelity.md): where several
-kernels need them, they are written once. On GPU the operand of an error function behind a product of merged dimensions.
+kernels need them, they are written once. On GPU the operand of an error function behind a product of merged dimensions,
+and the mask of an extreme.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from autoshard_ilp.costs.padding import shape_on_device
 from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.strategies import Strategy
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
@@ -105,3 +109,41 @@ def _merges(graph: Graph, product: Op) -> bool:
         len(graph.tensors[t].shape) - len(c) - len(b) for t, c, b in zip(product.inputs, contract, batch, strict=True)
     )
     return max(free) > 1
+
+
+def masks_of_extremes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
+    """Bytes that one device holds of the mask ``x == max(x)`` of a metric's ``argmax``, per strategy.
+
+    XLA:GPU makes one Triton kernel of a reduction and what is computed elementwise of it and of what it reduced, where
+    one device has whole rows, and that kernel's result is written.
+
+    Args:
+        graph: of the step.
+        op: any operation.
+        strategies: its strategies.
+        axis_sizes: devices along each mesh axis.
+    """
+    held = np.zeros(len(strategies), np.int64)
+    axes = _compares_with_extreme(graph, op) if op.primitive == "eq" and op.phase == "update" else ()
+    if not axes:
+        return held
+    shape = graph.tensors[op.outputs[0]].shape
+    for i, strategy in enumerate(strategies):
+        layout = strategy.results[0]
+        if not any(place in axes for place in layout):
+            held[i] = math.prod(shape_on_device(shape, layout, axis_sizes))
+    return held
+
+
+def _compares_with_extreme(graph: Graph, op: Op) -> Sequence[int]:
+    """Dimensions over which the extreme was taken that an operation compares its operand with; none otherwise."""
+    for t in op.inputs:
+        producer = graph.tensors[t].producer
+        while producer is not None and graph.ops[producer].primitive in ("broadcast_in_dim", "hub", "reshape"):
+            producer = graph.tensors[graph.ops[producer].inputs[0]].producer
+        if producer is None or graph.ops[producer].primitive not in ("reduce_max", "reduce_min"):
+            continue
+        reduction = graph.ops[producer]
+        if reduction.inputs[0] in op.inputs:
+            return tuple(reduction.params["axes"])
+    return ()
