@@ -182,3 +182,25 @@ def test_the_mask_of_an_accuracy_is_counted() -> None:
     seen = plan.verify("h100:8")
     assert seen.compiled_peak_bytes is not None
     assert 0.9 < seen.compiled_peak_bytes / plan.memory.peak_bytes < 1.05
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_what_the_gradient_of_a_pooling_holds_is_counted(dtype: str) -> None:
+    """The place of every maximum; zeros, also for the ReLU where that has the pooling's type; no ReLU or cast."""
+    import keras
+
+    def build() -> Any:
+        image = keras.Input((64, 64, 32))
+        x = keras.layers.Conv2D(128, 3, padding="same", activation="relu", dtype="mixed_bfloat16")(image)
+        x = keras.layers.Conv2D(32, 3, padding="same", dtype="mixed_bfloat16")(
+            keras.layers.MaxPooling2D(dtype=dtype)(x)
+        )
+        model = keras.Model(image, keras.layers.GlobalAveragePooling2D()(x))
+        model.compile("sgd", "mse")
+        return model
+
+    plan = autoshard.optimize(build, {"data": 2, "model": 4}, hardware="h100", batch_size=256, progress=False)
+    seen = plan.verify("h100:8")
+    assert seen.compiled_peak_bytes is not None
+    assert 0.9 < seen.compiled_peak_bytes / plan.memory.peak_bytes < 1.05

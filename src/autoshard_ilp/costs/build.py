@@ -12,7 +12,7 @@ from autoshard_ilp.costs.carried import count_twice
 from autoshard_ilp.costs.combining import gathered_together, reduced_together
 from autoshard_ilp.costs.fusion import fusible
 from autoshard_ilp.costs.onchip import keep_on_chip, vector_bytes
-from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies
+from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
@@ -264,7 +264,11 @@ def _hold_results(
     padded = once(
         table.prices.held, (id(cls.strategies), account.pads), lambda: _padded(table, representative, cls, account.pads)
     )
-    padded = padded + masks_of_extremes(graph, representative, cls.strategies, sizes)  # by what is around it
+    # What depends on what is around the operation is not the same for all with these strategies.
+    padded = padded + masks_of_extremes(graph, representative, cls.strategies, sizes)
+    if representative.primitive == "select_and_scatter_add":
+        early = bool(buffers.start[representative.outputs[0]] < buffers.time[representative.id])
+        padded = padded + window_places(graph, representative, cls.strategies, sizes, early)
     times = [(int(buffers.time[m]), graph.ops[m].scope) for m in cls.members]
     hold(padded, [(time, time + 1, "activations", scope) for time, scope in times])
 

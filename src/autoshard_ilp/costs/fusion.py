@@ -14,7 +14,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard_ilp.costs.written import COMPARISONS, compared_positions, operands_of_erfc, padded_for_several
+from autoshard_ilp.costs.written import (
+    COMPARISONS,
+    compared_positions,
+    operands_of_erfc,
+    padded_for_several,
+    zeros_of_poolings,
+)
 from autoshard_ilp.graph import Graph, Op
 
 VIEWS = frozenset(
@@ -56,6 +62,12 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 """XLA:TPU computes operands of these inside the kernel: an activation function is not written for the product after it,
 and is computed again for the weight's gradient."""
 
+WINDOWS = frozenset(
+    {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add"}
+)
+"""XLA:GPU computes operands of these element by element inside the kernel: of a ReLU before a pooling nothing is
+written."""
+
 MAX_LEAVES = 8
 """Buffers counted behind a fused tensor: enough to tell that reading them takes longer than reading the tensor."""
 
@@ -88,7 +100,7 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str) -> np.ndarray
     stored = _needs_buffer(graph, root, readers, family)
     fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
     if family == "gpu":
-        stored |= operands_of_erfc(graph, root, stored, fuses)
+        stored |= operands_of_erfc(graph, root, stored, fuses) | zeros_of_poolings(graph)
     several = _read_by_several_kernels(graph, root, stored, readers, family)
     if family == "gpu":
         several = _last_of_chains(graph, several, readers)
@@ -223,7 +235,8 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
 
 def _fuses_operand(op: Op, family: str) -> bool:
     """Whether an operation may compute its operands element by element while it reads them."""
-    return fusible(op) or op.primitive.startswith(REDUCTIONS) or (family == "tpu" and op.primitive in PRODUCTS)
+    inside = {"tpu": PRODUCTS, "gpu": WINDOWS}.get(family, frozenset())
+    return fusible(op) or op.primitive.startswith(REDUCTIONS) or op.primitive in inside
 
 
 def _leaves(

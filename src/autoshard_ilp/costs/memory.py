@@ -226,7 +226,8 @@ def _region_start(graph: Graph, stack: Op, time: np.ndarray) -> int:
 
 def _prepared_together(graph: Graph, start: np.ndarray) -> None:
     """XLA:GPU fills with zeros in one kernel, before the first of them is needed, what has equal shapes: the stacks of
-    all loops, and what gradients of tables are added up in."""
+    all loops, and what gradients of tables are added up in. The gradient of a max pooling is made in zeros as well, and
+    where a ReLU is of its shape, these are made for both."""
     filled = [
         graph.tensors[op.outputs[0]]
         for op in graph.ops
@@ -238,6 +239,14 @@ def _prepared_together(graph: Graph, start: np.ndarray) -> None:
         first[key] = min(first.get(key, int(start[t.id])), int(start[t.id]))
     for t in filled:
         start[t.id] = first[t.shape, t.dtype]
+    of_relu: dict[tuple[tuple[int, ...], str], int] = {}
+    for op in graph.ops:
+        if op.primitive == "max" and not op.region and any(graph.tensors[t].literal is not None for t in op.inputs):
+            t = graph.tensors[op.outputs[0]]
+            of_relu.setdefault((t.shape, t.dtype), int(start[t.id]))
+        if op.primitive == "select_and_scatter_add" and not op.region:
+            t = graph.tensors[op.outputs[0]]
+            start[t.id] = min(int(start[t.id]), of_relu.get((t.shape, t.dtype), int(start[t.id])))
 
 
 def _adds_to_zeros(graph: Graph, op: Op) -> bool:

@@ -30,6 +30,9 @@ TRITON_TILE = 16
 WORKSPACE_BYTES = 2**25
 """Of a cuBLAS call on Hopper and later (``xla/service/gpu/transforms/gemm_rewriter``; 4 MiB before)."""
 
+PLACE_BYTES = 4
+"""Of an index into one dimension, and of the maximum found there."""
+
 
 def leaves_triton(graph: Graph) -> bool:
     """Whether XLA:GPU, without a GPU to try on, finds no Triton tiles for some product of a step."""
@@ -106,6 +109,33 @@ def masked_copies(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_siz
             if layout is None or all(shape[d] % _shards(layout, d, axis_sizes) == 0 for d in dims):
                 continue
             held[i] += math.prod(shape_on_device(shape, layout, axis_sizes)) * math.ceil(tensor.itemsize)
+    return held
+
+
+def window_places(
+    graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int], zeros_are_there: bool
+) -> np.ndarray:
+    """Bytes that one device holds besides during the gradient of a max pooling, per strategy.
+
+    XLA:GPU first finds the place of every window's maximum: the maximum and one index per dimension, of 32 bits each.
+    The maximum is dropped before the gradient's own array is filled with zeros, where that is not filled already.
+
+    Args:
+        graph: of the step.
+        op: any operation.
+        strategies: its strategies.
+        axis_sizes: devices along each mesh axis.
+        zeros_are_there: whether the result's buffer is held before.
+    """
+    held = np.zeros(len(strategies), np.int64)
+    if op.primitive != "select_and_scatter_add":
+        return held
+    shape = graph.tensors[op.inputs[0]].shape
+    arrays = len(shape) + zeros_are_there
+    for i, strategy in enumerate(strategies):
+        layout = strategy.operands[0]
+        if layout is not None:
+            held[i] = arrays * PLACE_BYTES * math.prod(shape_on_device(shape, layout, axis_sizes))
     return held
 
 
