@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -68,7 +70,7 @@ def test_a_model_that_nearly_fits_recomputes_some_layers_and_the_first_ones() ->
     assert kept.cost.flops < some.cost.flops <= every.cost.flops or "selective" in some.remat_policy
     numbers = sorted({int(path.rpartition("_")[2]) for path in some.remat if path.startswith("up_")})
     assert numbers and numbers == list(range(len(numbers))) and len(numbers) < DEPTH, some.remat
-    assert any("blocks fit, fewer do not fit" in note for note in some.notes)
+    assert any("blocks fit, fewer" in note and "do not fit" in note for note in some.notes), some.notes
     assert recomputed_share(kept) == 0.0 < recomputed_share(some) < recomputed_share(every) < 0.5
     with pytest.raises(autoshard.InfeasibleError):
         autoshard.optimize(residual, MESH, budget, remat="never", **OPTIONS)
@@ -93,7 +95,7 @@ class _Planner:
     kept: dict[str, float] = field(default_factory=lambda: {"never": 1.0, "selective": 0.5, "full": 0.1})
     asked: list[str] = field(default_factory=list)
 
-    def __call__(self, text: str, seconds: float = 1.0) -> Any:
+    def __call__(self, text: str, seconds: float, worse_than: float) -> Any:
         self.asked.append(text)
         policy = parse_policy(text)
         chosen = [policy.of(i) for i in range(self.n_blocks)]
@@ -147,7 +149,7 @@ def test_a_plan_that_its_budget_makes_dear_is_compared_with_recomputation(
 def test_plans_that_recompute_share_the_time_that_is_left(any_plan: Plan) -> None:
     now, given = 0.0, dict[str, float]()
 
-    def tried(policy: str, seconds: float) -> Plan:
+    def tried(policy: str, seconds: float, worse_than: float) -> Plan:
         nonlocal now
         given[policy] = seconds
         now += seconds  # each takes all it may
@@ -155,6 +157,38 @@ def test_plans_that_recompute_share_the_time_that_is_left(any_plan: Plan) -> Non
 
     search(POLICIES, tried, lambda failed: 16, 100.0, lambda: now, dear=lambda plan: 0.5)
     assert given == pytest.approx({"never": 80.0, "selective": 10.0, "full": 10.0})
+
+
+def test_where_fewer_blocks_cannot_be_faster_more_are_tried(any_plan: Plan) -> None:
+    """All 16 blocks in full take 7 seconds; with fewer than 12 nothing is faster, though all would fit."""
+    asked: list[tuple[int, float]] = []
+
+    def plan(seconds: float) -> Plan:
+        assert any_plan.trail is not None
+        solution = replace(any_plan.trail.solution, objective=seconds)
+        return replace(any_plan, cost=_Cost(seconds), trail=replace(any_plan.trail, solution=solution))
+
+    def tried(text: str, seconds: float, worse_than: float) -> Any:
+        policy = parse_policy(text)
+        if text == "never":
+            return text
+        k = policy.blocks if policy.blocks is not None else 16
+        asked.append((k, worse_than))
+        took = 7.0 - (16 - k) / 8 if k >= 12 else 9.0
+        lower = SimpleNamespace(status="feasible", lower_bound=worse_than)
+        return plan(took) if took < worse_than else SimpleNamespace(solution=lower)
+
+    found = search(("never", "selective"), tried, lambda failed: 16, 100.0)
+    assert asked == [(16, math.inf), (8, 7.0), (12, 7.0), (10, 6.5), (11, 6.5)]
+    assert found.plan is not None and found.plan.cost.total_s == 6.5
+    assert "12 of 16 blocks fit, fewer are no faster or do not fit" in found.plan.notes[-1]
+
+
+def test_where_memory_binds_one_block_less_is_tried_first(any_plan: Plan) -> None:
+    planner = _Planner(16, 8, any_plan)  # what every block keeps selectively
+    found = search(POLICIES, planner, lambda failed: 16, 100.0, dear=lambda plan: 0.01)
+    assert planner.asked == ["never", "selective", "selective:15"]
+    assert found.plan is not None and found.plan.remat_policy == "selective"
 
 
 def test_nothing_fits(any_plan: Plan) -> None:

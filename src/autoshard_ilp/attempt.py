@@ -67,10 +67,12 @@ def attempt(
     batch_size: int,
     origin: Any = None,
     seconds: float = math.inf,
+    cutoff: float = math.inf,
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
 
-    ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow.
+    ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow. Only a plan
+    whose objective is below ``cutoff`` (seconds) is wanted.
     """
     from autoshard_ilp.program import solve
 
@@ -83,10 +85,11 @@ def attempt(
     def solved(problem: Priced, hint: Any, seconds: float, rows_seconds: float | None) -> Any:
         options = within(request.solver, seconds)
         with progress.stage("solve"):
-            return solve(problem.program, options, hint=hint, rows_seconds=rows_seconds, on_progress=progress.tell)
+            known = {"hint": hint, "rows_seconds": rows_seconds, "cutoff": cutoff, "on_progress": progress.tell}
+            return solve(problem.program, options, **known)
 
     limit = min(seconds, request.solver.time_limit)
-    found, solution, notes = solve_halved(priced(False), solved, lambda: priced(True), limit)
+    found, solution, notes = solve_halved(priced(False), solved, lambda: priced(True), limit, cutoff=cutoff)
     table, built = found.table, found.built
     if solution.choices is None and solution.report.get("interrupted"):
         raise KeyboardInterrupt  # there is no plan to keep, and nothing else shall be tried

@@ -17,7 +17,7 @@ import numpy as np
 
 from autoshard_ilp.costs.fold import LEAST_HALVED
 
-ROWS_SHARE = 0.2
+ROWS_SHARE = 0.05
 """Of the time limit: what the tied program may take for the search under memory rows, when halves come after it."""
 
 QUICK_SECONDS, QUICK_FACTOR = 5.0, 5.0
@@ -48,6 +48,7 @@ def solve_halved(
     halve: Callable[[], P],
     time_limit: float,
     clock: Callable[[], float] = time.monotonic,
+    cutoff: float = math.inf,
 ) -> tuple[P, Any, tuple[str, ...]]:
     """Solves a program and, where memory binds, the one with two decisions per repeated layer.
 
@@ -57,6 +58,7 @@ def solve_halved(
         halve: makes the larger one; called at most once.
         time_limit: seconds for everything.
         clock: seconds that only grow.
+        cutoff: objective, in seconds, that ``solve`` only wants a better plan for.
 
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
@@ -72,7 +74,7 @@ def solve_halved(
     if not splittable or tied.program.capacity is None:
         return tied, solve(tied, None, time_limit, None), ()
     first = solve(tied, None, time_limit, ROWS_SHARE * time_limit)
-    if first.status == "infeasible" or first.report.get("interrupted"):
+    if first.status == "infeasible" or first.report.get("interrupted") or first.lower_bound >= cutoff:
         return tied, first, ()
     if first.choices is None:  # more time for any plan at all
         return tied, solve(tied, None, left(), None) if left() > 0 else first, ()

@@ -44,10 +44,10 @@ def plan_traced(
 def _search(
     traced: Any, request: Request, progress: Progress, policies: Sequence[str], step: Callable[[str], Step]
 ) -> Plan:
-    def tried(policy: str, seconds: float) -> Plan | Failure:
+    def tried(policy: str, seconds: float, cutoff: float) -> Plan | Failure:
         with progress.stage("graph"):
             graph = step(policy)
-        known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds}
+        known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds, "cutoff": cutoff}
         answer = attempt(graph, traced, request, progress, **known)
         return answer if isinstance(answer, Plan) or policy in policies else answer.without_tables()
 

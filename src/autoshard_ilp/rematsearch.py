@@ -69,6 +69,14 @@ def memory_share(plan: Plan) -> float:
     return max(0.0, 1.0 - bound / solution.objective)
 
 
+Tried = Callable[[str, float, float], Any]
+
+
+def objective_of(plan: Plan) -> float:
+    """What the integer program minimised, in seconds; infinite where it is not known."""
+    return math.inf if plan.trail is None else float(plan.trail.solution.objective)
+
+
 @dataclass
 class Found:
     """What a search found: the best plan that fits, or none, and the failures on the way."""
@@ -79,7 +87,7 @@ class Found:
 
 def search(
     policies: Sequence[str],
-    tried: Callable[[str, float], Any],
+    tried: Tried,
     blocks_of: Callable[[Any], int],
     time_limit: float,
     clock: Callable[[], float] = time.monotonic,
@@ -91,7 +99,8 @@ def search(
     Args:
         policies: allowed ones, from the fastest to the smallest; with "never" among them, the number of recomputed
             blocks is searched for.
-        tried: policy text and most seconds to solve -> plan, or a failure where none fits.
+        tried: policy text, most seconds to solve, and the objective that only a better plan is wanted for -> plan, or a
+            failure where none fits or none is better.
         blocks_of: number of blocks, from the failure of "never".
         time_limit: seconds of solving, of all policies together; a first plan that fits is looked for in any case.
         clock: seconds that only grow.
@@ -107,7 +116,7 @@ def search(
         began = clock()
         left = max(deadline - began, LEAST_PART * time_limit)
         part = FIRST_PART if fewer else NEVER_PART if policy == "never" and len(policies) > 1 else 1.0
-        answer = tried(policy, part * left)
+        answer = tried(policy, part * left, math.inf)
         took = clock() - began
         if not isinstance(answer, Plan):
             found.failures.append(answer)
@@ -118,7 +127,7 @@ def search(
             n_blocks = blocks_of(found.failures[0])
             # A gap left open after a long solve is more than all that fewer blocks could save.
             if took <= QUICK_SECONDS or share(answer) >= max(LEAST_SHARE, answer.gap):
-                _fewer_blocks(found, policy, smaller, tried, n_blocks, deadline, clock)
+                _fewer_blocks(found, policy, smaller, tried, n_blocks, deadline, clock, dear(answer) > 0)
             else:
                 note = (
                     f"Recomputation ({policy}): it takes {share(answer):.1%} of the step, fewer blocks were not tried."
@@ -131,7 +140,7 @@ def search(
 
 
 def _recomputed_instead(
-    found: Found, policies: Sequence[str], tried: Callable[[str, float], Any], left: Callable[[], float], dear: Callable
+    found: Found, policies: Sequence[str], tried: Tried, left: Callable[[], float], dear: Callable
 ) -> None:
     """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute.
 
@@ -142,7 +151,7 @@ def _recomputed_instead(
     for number, policy in enumerate(policies):
         if left() <= 0:
             break
-        answer = tried(policy, left() / (len(policies) - number))
+        answer = tried(policy, left() / (len(policies) - number), objective_of(best))
         if isinstance(answer, Plan) and answer.cost.total_s < best.cost.total_s:
             best = answer
             if dear(best) <= DEAR_SHARE:
@@ -157,7 +166,7 @@ def _recomputed_instead(
     found.plan = replace(best, notes=(*best.notes, note))
 
 
-def _proved(failure: Any) -> bool:
+def _infeasible(failure: Any) -> bool:
     """Whether it is proved that nothing fits, rather than that nothing was found in time."""
     solution = getattr(failure, "solution", None)
     return solution is None or solution.status == "infeasible"
@@ -167,25 +176,34 @@ def _fewer_blocks(
     found: Found,
     policy: str,
     rest: str,
-    tried: Callable[[str, float], Any],
+    tried: Tried,
     n_blocks: int,
     deadline: float,
     clock: Callable[[], float],
+    binds: bool,
 ) -> None:
-    """Bisection over the number of blocks under ``policy``; the others follow ``rest``, which alone does not fit."""
+    """Bisection over the number of blocks under ``policy``; the others follow ``rest``, which alone does not fit.
+
+    A number with which no plan is faster than the best one counts as one that does not fit: fewer leave less room.
+    Where the budget ``binds`` already, recomputed blocks make room that layouts would pay for; if one block less is no
+    faster, that room is worth more than the block's recomputation, and ends the search.
+    """
     assert found.plan is not None
-    best, low, high = found.plan, 0, n_blocks
+    best, low, high, slower = found.plan, 0, n_blocks, False
     while high - low > 1 and clock() < deadline:
-        middle = (low + high) // 2
-        answer = tried(str(Policy(policy, middle, rest)), deadline - clock())
+        middle = high - 1 if binds and high == n_blocks else (low + high) // 2
+        answer = tried(str(Policy(policy, middle, rest)), deadline - clock(), objective_of(best))
         if isinstance(answer, Plan):
             high = middle
             best = min(best, answer, key=lambda p: p.cost.total_s)
-        elif _proved(answer):
+        elif _infeasible(answer):
             low = middle
             found.failures.append(answer)
+        elif answer.solution.lower_bound >= objective_of(best):
+            low, slower = middle, True
         else:
             break  # out of time
-    searched = "fewer do not fit" if high - low == 1 else f"{low} do not fit, what lies between was not tried in time"
+    fewer = "fewer are no faster or do not fit" if slower else "fewer do not fit"
+    searched = fewer if high - low == 1 else f"{low} do not fit, what lies between was not tried in time"
     note = f"Recomputation ({best.remat_policy}): {high} of {n_blocks} blocks fit, {searched}."
     found.plan = replace(best, notes=(*best.notes, note))

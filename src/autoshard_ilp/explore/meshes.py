@@ -256,7 +256,7 @@ class Search:
         cutoff, slower = (best if self.prune else math.inf), False
         solutions: dict[str, tuple[Problem, Any]] = {}
 
-        def tried(policy: str, seconds: float) -> Any:
+        def tried(policy: str, seconds: float, worse_than: float) -> Any:
             nonlocal slower
             problem = one.problem or self.source.problem(policy, one.request, self.progress)
             relaxed = one.relaxed
@@ -264,7 +264,7 @@ class Search:
             known = Known()
             if relaxed is not None and relaxed.choices is not None:
                 known = Known((relaxed.choices,), relaxed.lower_bound)
-            solution = self._watched(solved(problem, self.progress, known, seconds, cutoff=cutoff))
+            solution = self._watched(solved(problem, self.progress, known, seconds, cutoff=min(cutoff, worse_than)))
             slower = slower or (solution.status != "infeasible" and solution.lower_bound >= cutoff)
             if solution.choices is None or solution.status == "infeasible":
                 failed = failure_of(problem, solution)

@@ -113,8 +113,8 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
 
     known = _attempts(plan)
 
-    def tried(policy: str, seconds: float) -> Any:
-        answer = _again(plan, known.get(policy), policy, request, progress, seconds)
+    def tried(policy: str, seconds: float, cutoff: float) -> Any:
+        answer = _again(plan, known.get(policy), policy, request, progress, seconds, cutoff)
         return answer if isinstance(answer, Plan) or policy in policies else answer.without_tables()
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
@@ -136,8 +136,16 @@ def _attempts(plan: Plan) -> dict[str, _Attempt]:
     return found
 
 
-def _again(plan: Plan, known: _Attempt | None, policy: str, request: Any, progress: Progress, seconds: float) -> Any:
-    """The plan under one policy, or the failure."""
+def _again(
+    plan: Plan,
+    known: _Attempt | None,
+    policy: str,
+    request: Any,
+    progress: Progress,
+    seconds: float,
+    cutoff: float,
+) -> Any:
+    """The plan under one policy, or the failure; only a plan whose objective is below ``cutoff`` seconds is wanted."""
     from autoshard_ilp.step import graph_of
 
     facts = Known()
@@ -156,13 +164,13 @@ def _again(plan: Plan, known: _Attempt | None, policy: str, request: Any, progre
 
     def solve(one: Problem, start: Any, seconds: float, rows_seconds: float | None) -> Any:
         own = facts if start is None else Known((start,))
-        return solved(one, progress, own, seconds, rows_seconds)
+        return solved(one, progress, own, seconds, rows_seconds, cutoff)
 
     def halve() -> Problem:
         return reprice(problem.step, problem.infos, request, progress, halved=True)
 
     limit = min(seconds, request.solver.time_limit)
-    problem, solution, notes = solve_halved(problem, solve, halve, limit)
+    problem, solution, notes = solve_halved(problem, solve, halve, limit, cutoff=cutoff)
     if solution.status == "infeasible" or solution.choices is None:
         return failure_of(problem, solution)
     made = plan_of(problem, solution, progress, plan)

@@ -52,7 +52,7 @@ class Search:
         Not where that plan came late: whoever wants the rest of the time could not do much with it.
         """
         limit = self.began + self.options.time_limit
-        good = math.isfinite(self.upper) and self.upper - self.lower <= WIDE_GAP * abs(self.upper)
+        good = self.best is not None and self.upper - self.lower <= WIDE_GAP * abs(self.upper)
         late = time.monotonic() > self.began + LATE * self.options.time_limit
         return min(limit, self.rows_until) if good and not late else limit
 
@@ -114,9 +114,11 @@ class Search:
         return presolve
 
     def done(self) -> bool:
-        """Proved to the gap asked for."""
+        """Proved to the gap asked for. A cutoff is no plan: what is cheaper, if only a little, is still looked for."""
         if math.isinf(self.upper):
             return False
+        if self.best is None:
+            return self.lower >= self.upper
         return self.upper - self.lower <= max(self.options.relative_gap, PROOF) * abs(self.upper) + self.rounding
 
     @property

@@ -148,6 +148,8 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
         # What matters of a relaxation whose optimum is almost known, and does not fit, is only where to go on from.
         if not state["fits"] and (len(descent.log) > ENOUGH_ROUNDS or descent.branching):
             return True
+        if state["best"] is None:  # a cutoff is no plan
+            return bool(state["lower"] >= state["upper"])
         least = PROOF if state["fits"] else CLOSE
         gap = max(search.options.relative_gap, least) * abs(state["upper"])
         return bool(state["upper"] - state["lower"] <= gap)
