@@ -17,7 +17,7 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.remat import POLICIES, Policy, parse_policy
-from autoshard_ilp.rematsearch import recomputed_share, search
+from autoshard_ilp.rematsearch import GAIN, recomputed_share, search
 from profiles_for_tests import toy
 
 MESH = {"data": 8}
@@ -179,7 +179,8 @@ def test_where_fewer_blocks_cannot_be_faster_more_are_tried(any_plan: Plan) -> N
         return plan(took) if took < worse_than else SimpleNamespace(solution=lower)
 
     found = search(("never", "selective"), tried, lambda failed: 16, 100.0)
-    assert asked == [(16, math.inf), (8, 7.0), (12, 7.0), (10, 6.5), (11, 6.5)]
+    below_7, below_6_5 = pytest.approx(7.0 * (1 - GAIN)), pytest.approx(6.5 * (1 - GAIN))
+    assert asked == [(16, math.inf), (8, below_7), (12, below_7), (10, below_6_5), (11, below_6_5)]
     assert found.plan is not None and found.plan.cost.total_s == 6.5
     assert "12 of 16 blocks fit, fewer are no faster or do not fit" in found.plan.notes[-1]
 

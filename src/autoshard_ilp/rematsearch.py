@@ -42,6 +42,10 @@ NEVER_PART = 0.8
 DEAR_SHARE = 0.05
 """Where the budget adds more than this share of the step, recomputation may be cheaper than layouts that hold less."""
 
+GAIN = 1e-3
+"""Relative gain from which a plan with other recomputation is taken instead of a good one: what saves less is not worth
+the proof that it does not."""
+
 LEAST_PART = 0.25
 """Of the time limit: what every policy may take at least."""
 
@@ -72,9 +76,9 @@ def memory_share(plan: Plan) -> float:
 Tried = Callable[[str, float, float], Any]
 
 
-def objective_of(plan: Plan) -> float:
-    """What the integer program minimised, in seconds; infinite where it is not known."""
-    return math.inf if plan.trail is None else float(plan.trail.solution.objective)
+def worth(plan: Plan) -> float:
+    """The objective, in seconds, below which another plan is worth more; infinite where a plan's is not known."""
+    return math.inf if plan.trail is None else float(plan.trail.solution.objective) * (1 - GAIN)
 
 
 @dataclass
@@ -151,7 +155,7 @@ def _recomputed_instead(
     for number, policy in enumerate(policies):
         if left() <= 0:
             break
-        answer = tried(policy, left() / (len(policies) - number), objective_of(best))
+        answer = tried(policy, left() / (len(policies) - number), worth(best))
         if isinstance(answer, Plan) and answer.cost.total_s < best.cost.total_s:
             best = answer
             if dear(best) <= DEAR_SHARE:
@@ -192,14 +196,14 @@ def _fewer_blocks(
     best, low, high, slower = found.plan, 0, n_blocks, False
     while high - low > 1 and clock() < deadline:
         middle = high - 1 if binds and high == n_blocks else (low + high) // 2
-        answer = tried(str(Policy(policy, middle, rest)), deadline - clock(), objective_of(best))
+        answer = tried(str(Policy(policy, middle, rest)), deadline - clock(), worth(best))
         if isinstance(answer, Plan):
             high = middle
             best = min(best, answer, key=lambda p: p.cost.total_s)
         elif _infeasible(answer):
             low = middle
             found.failures.append(answer)
-        elif answer.solution.lower_bound >= objective_of(best):
+        elif answer.solution.lower_bound >= worth(best):
             low, slower = middle, True
         else:
             break  # out of time
