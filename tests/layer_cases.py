@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from keras import layers
 
 import autoshard_ilp as autoshard
 from profiles_for_tests import toy
-from random_layouts import at_random
+from random_layouts import at_random, sharded_beyond_batch
 
 BATCH, CLASSES = 8, 4
 VECTOR, SEQUENCE, IMAGE, VOLUME = (16,), (8, 8), (8, 8, 4), (4, 4, 4, 4)
@@ -77,8 +78,12 @@ class Case:
         made = self.layer()
         x = self.call(made, values) if self.call is not None else made(values if len(values) > 1 else values[0])
         found = [x] if not isinstance(x, (list, tuple)) else list(x)
-        flat = [layers.Flatten(dtype="float32")(layers.Identity(dtype="float32")(x)) for x in found if len(x.shape) > 1]
-        x = flat[0] if len(flat) == 1 else layers.Concatenate()(flat)
+        flat = [
+            layers.Flatten(dtype="float32", name=f"flat{i}")(layers.Identity(dtype="float32", name=f"float{i}")(x))
+            for i, x in enumerate(found)
+            if len(x.shape) > 1
+        ]
+        x = flat[0] if len(flat) == 1 else layers.Concatenate(name="joined")(flat)
         model = keras.Model(
             inputs if len(inputs) > 1 else inputs[0],
             layers.Dense(CLASSES, name="head")(x * self.options.get("scale", 1.0)),
@@ -197,7 +202,7 @@ CASES: dict[str, Case] = {
     "Bidirectional": sequence(lambda: layers.Bidirectional(layers.LSTM(8, return_sequences=True))),
     "CategoryEncoding": raw(lambda: layers.CategoryEncoding(8, "count"), dtype="int32"),
     "CenterCrop": picture(lambda: layers.CenterCrop(4, 6)),
-    "Concatenate": _pairs(layers.Concatenate, count=3),
+    "Concatenate": _pairs(layers.Concatenate, SEQUENCE, count=3),
     "Dense": sequence(lambda: layers.Dense(8, "relu")),
     "Discretization": raw(_discretization),
     "Dot": _pairs(lambda: layers.Dot(axes=(1, 1)), SEQUENCE),
@@ -338,11 +343,19 @@ CASES: dict[str, Case] = {
 }
 
 
-def plan_of(model: Any, batch: Any, mesh: dict[str, int], seed: int | None = None, **options: Any) -> autoshard.Plan:
+def own_layers(model: keras.Model) -> list[str]:
+    """Names of the layers that a case is about."""
+    around = re.compile(r"(x|stem|float|flat)\d+|joined|head")
+    return [layer.name for layer in model.layers if not around.fullmatch(layer.name)]
+
+
+def plan_of(
+    model: Any, batch: Any, mesh: dict[str, int], seed: int | None = None, beyond_batch: bool = False, **options: Any
+) -> autoshard.Plan:
     """The plan of a training step; with ``seed`` one of random strategies."""
     names = dict(zip(("inputs", "targets", "sample_weight"), batch, strict=False))
     options = {"hardware": toy(1e8, 1e8), "solver": SOLVER, "progress": False, **names, **options}
-    with contextlib.nullcontext() if seed is None else at_random(seed):
+    with contextlib.nullcontext() if seed is None else at_random(seed, beyond_batch):
         return autoshard.optimize(model, mesh, **options)
 
 
@@ -365,11 +378,18 @@ def everything(model: keras.Model, batches: Sequence[tuple[Any, ...]]) -> list[t
     return found + [(v.path, np.asarray(v.value)) for v in variables]
 
 
-def assert_same_numbers(build: Callable[[], keras.Model], batches: Any, mesh: dict[str, int], seed: int = 0) -> None:
-    """Trains and predicts on one device and under a plan of random strategies."""
+def assert_same_numbers(
+    build: Callable[[], keras.Model], batches: Any, mesh: dict[str, int], seed: int = 0, beyond_batch: bool = False
+) -> None:
+    """Trains and predicts on one device and under a plan of random strategies.
+
+    With ``beyond_batch`` they shard something else than the batch inside the model's own layers.
+    """
     alone, planned = build(), build()
     expected = everything(alone, batches)
-    plan = plan_of(planned, batches[0], mesh, seed=seed)
+    plan = plan_of(planned, batches[0], mesh, seed, beyond_batch)
+    if beyond_batch:
+        assert sum(sharded_beyond_batch(plan, name) for name in own_layers(planned)), "only the batch is sharded"
     plan.apply(planned)
     for (what, a), (_, b) in zip(everything(planned, batches), expected, strict=True):
         assert_equal(a, b, what)

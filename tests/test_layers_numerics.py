@@ -41,6 +41,31 @@ def test_a_layer_under_any_layouts(name: str, mesh: str) -> None:
     assert_same_numbers(case.model, case.data(), MESHES[mesh])
 
 
+NOT_BEYOND_BATCH = {
+    "Identity": "does nothing",
+    "Equalization": "its histograms are of whole pictures",
+    "AugMix": "thousands of small operations, which XLA compiles for many minutes when each is sharded in its own way",
+    "RandAugment": "as AugMix",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("Dense", "Softmax")))
+        for name in CASES
+        if name not in NOT_BEYOND_BATCH
+    ],
+)
+def test_a_layer_with_more_than_its_batch_sharded(name: str) -> None:
+    case, mesh = (
+        CASES[name],
+        MESHES["3x2" if name == "CenterCrop" else "2x4"],
+    )  # of a crop, only the three channels may be sharded
+    assert_same_numbers(case.model, case.data(), mesh, seed=1, beyond_batch=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "error", "text"),
