@@ -16,6 +16,7 @@ from autoshard_ilp.explore.frontier import Frontier, Policy
 from autoshard_ilp.explore.pareto import _steps, pareto
 from autoshard_ilp.program.model import Lifetimes, Node, Program, SolverOptions
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.render import distinct_sizes
 from autoshard_ilp.request import Request
 from explore_models import MESH, OPTIONS, mlp
 from program_cases import random_program
@@ -159,3 +160,23 @@ def test_few_points_are_spread():
     peaks = sorted(p.peak for p in few.probes)
     assert max(b - a for a, b in itertools.pairwise(peaks)) <= 16
     assert all(p.cost == 63.0 - p.peak for p in few.probes)
+
+
+def test_a_legend_covers_no_line(frontier):
+    """It lies below the axes in a figure of ours, and is the axes' own in a figure of the user's."""
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    ours = frontier.plot()
+    ours.draw_without_rendering()
+    (legend,) = ours.legends
+    assert legend.get_window_extent().y1 <= ours.axes[0].get_window_extent().y0
+    ax = matplotlib.Figure().subplots()
+    frontier.plot(ax)
+    assert ax.get_legend() is not None
+
+
+def test_budgets_that_differ_look_different(frontier):
+    assert distinct_sizes([8_400_000, 9_000_000]) == ["8.4 MB", "9.0 MB"]
+    assert distinct_sizes([8_463_360, 8_493_000, 900_000]) == ["8.47 MB", "8.50 MB", "0.90 MB"]
+    assert distinct_sizes([1_000_000_001, 1_000_000_002]) == ["1.000000001 GB", "1.000000002 GB"]
+    shown = [line.split("  ")[0] for line in frontier.text(100).splitlines() if line.rstrip().endswith("proved")]
+    assert len(set(shown)) == len(frontier.points)

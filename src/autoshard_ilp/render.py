@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -76,6 +77,19 @@ def wrapped(path: str, width: int, indent: str = "") -> str:
 def size(n_bytes: float) -> str:
     """Bytes in one decimal unit."""
     return format_bytes(n_bytes).partition(" (")[0]
+
+
+def distinct_sizes(n_bytes: Sequence[int]) -> list[str]:
+    """Each in one decimal unit, all with as many digits (rounded up) as tell different sizes apart."""
+    shown = [size(n) for n in n_bytes]
+    scale, unit = next(
+        ((s, u) for s, u in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")) if max(n_bytes) >= s), (1, "B")
+    )
+    for digits in range(2, 10):
+        if len(set(shown)) == len(set(n_bytes)):
+            break
+        shown = [f"{math.ceil(n * 10**digits / scale) / 10**digits:.{digits}f} {unit}" for n in n_bytes]
+    return shown
 
 
 def only_ascii() -> bool:

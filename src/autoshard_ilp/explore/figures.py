@@ -52,6 +52,26 @@ def legend(ax: Any, **options: Any) -> None:
         ax.legend(frameon=False, labelcolor=INK, **options)
 
 
+def legend_below(ax: Any) -> None:
+    """A legend below the axes, where it covers nothing; inside them in a figure of the user's own layout."""
+    handles, labels = ax.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    if not unique:
+        return
+    from autoshard_ilp.plots.base import PlanFigure
+
+    shared: dict[str, Any] = {
+        "handles": list(unique.values()),
+        "labels": list(unique),
+        "frameon": False,
+        "labelcolor": INK,
+    }
+    if isinstance(ax.get_figure(), PlanFigure):
+        ax.get_figure().legend(loc="outside lower center", ncols=4, **shared)
+    else:
+        ax.legend(loc="best", **shared)
+
+
 def pareto_figure(frontier: Any, ax: Any = None) -> Any:
     """Step time against memory budget: a staircase with one mark per plan, the hardware's memory as a line."""
     figure, ax = axes(ax)
@@ -76,7 +96,7 @@ def pareto_figure(frontier: Any, ax: Any = None) -> Any:
     ax.set_xlabel(f"memory budget per device ({size_name})")
     ax.set_ylabel(f"predicted step ({name})")
     ax.set_title(f"{frontier.mesh} of {frontier.hardware}", fontsize=10)
-    legend(ax, loc="upper right")
+    legend_below(ax)
     return figure
 
 
@@ -95,10 +115,7 @@ def mesh_figure(search: Any, ax: Any = None) -> Any:
     ax.set_yticks(range(len(shown)), [f"{c.mesh} ({c.hardware})" if several else str(c.mesh) for c in shown])
     ax.invert_yaxis()
     ax.set_xlabel(f"predicted step ({name}); dashed: lower bound of what was pruned")
-    handles, labels = ax.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    if unique:
-        ax.legend(unique.values(), unique.keys(), frameon=False, labelcolor=INK, loc="lower right")
+    legend_below(ax)
     return figure
 
 

@@ -121,17 +121,18 @@ class Pareto:
 
     def text(self, width: int | None = None, *, only_ascii: bool = False) -> str:
         """The frontier as a table."""
-        from autoshard_ilp.render import rendered, room, size, table
+        from autoshard_ilp.render import distinct_sizes, rendered, room, size, table
 
         lines = []
-        for p in self.points:
+        budgets = distinct_sizes([p.budget_bytes for p in self.points]) if self.points else []
+        for p, budget in zip(self.points, budgets, strict=True):
             if not math.isfinite(p.total_s):
                 needs = f"needs {size(p.minimum_bytes)}" if p.minimum_bytes else ""
-                lines.append([size(p.budget_bytes), p.status, "", "", needs, ""])
+                lines.append([budget, p.status, "", "", needs, ""])
                 continue
             sure = "proved" if p.status == "optimal" else f"gap {p.gap:.2%}"
             times = [show.seconds(p.total_s), show.seconds(p.compute_s), show.seconds(p.communication_s)]
-            lines.append([size(p.budget_bytes), *times, p.remat, sure])
+            lines.append([budget, *times, p.remat, sure])
         columns = ["budget", "step", "compute", "communication", "recompute", "proof"]
         if lines and room(width or 100, columns, lines) < max(len(x[0]) for x in lines):
             columns, lines = [*columns[:2], columns[5]], [[*x[:2], x[5] or x[4]] for x in lines]
