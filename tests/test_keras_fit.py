@@ -14,6 +14,7 @@ from keras import layers
 import autoshard_ilp as autoshard
 import keras_cases as cases
 from keras_cases import BATCH, MESH, assert_close, assert_on_plan, features, fitted, mlp, plan_for, seeded, values
+from profiles_for_tests import toy
 
 KINDS: dict[str, Any] = {
     "dense": (mlp, features),
@@ -352,3 +353,27 @@ def test_a_method_that_the_user_has_put_on_the_model_stays() -> None:
         plan.apply(model)
         assert model.predict(0) == "mine"
         assert model.fit.__doc__ == type(model).fit.__doc__
+
+
+def test_a_metric_that_counts_samples_does_not_count_the_padding_of_a_last_batch() -> None:
+    """``AUC`` scatters samples into buckets; five of them over the devices are padded, and padding is no sample."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(13, 16)).astype("float32"), rng.integers(0, 2, 13).astype("float32")
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(7)
+        model = keras.Sequential([keras.Input((16,)), layers.Dense(8, "relu"), layers.Dense(1, "sigmoid")])
+        model.compile("sgd", "binary_crossentropy", metrics=[keras.metrics.AUC(num_thresholds=20)])
+        return model
+
+    alone, planned = build(), build()
+    options: dict[str, Any] = {"hardware": toy(1e8, 1e8), "inputs": x[:8], "targets": y[:8], "progress": False}
+    autoshard.optimize(planned, MESH, **options).apply(planned)
+    for model in (alone, planned):
+        model.train_on_batch(x[:8], y[:8])
+        model.evaluate(x[:8], y[:8], batch_size=8, verbose=0)
+        model.evaluate(x, y, batch_size=8, verbose=0)
+    counts = [[np.asarray(v) for v in model.metrics_variables if v.shape] for model in (alone, planned)]
+    assert len(counts[0]) == 4
+    for expected, found in zip(*counts, strict=True):
+        np.testing.assert_array_equal(found, expected)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from autoshard_ilp import agreement, processes
 from autoshard_ilp import keras_integration as ki
 from autoshard_ilp.errors import InfeasibleError, ProfileError
 from autoshard_ilp.graph import Graph
+from autoshard_ilp.placement import Placement
 from autoshard_ilp.plan import Plan, leaves
 from autoshard_ilp.sharding import WHOLE, Layout, divides, shards_of_dims
 
@@ -37,6 +39,7 @@ def at_other_shapes(plan: Plan, step: Any) -> Plan | None:
         return None
     from autoshard_ilp.placement import fingerprint
 
+    placement = _even_where_it_must_be(plan.placement, step.graph, plan.mesh.axis_sizes)
     sizes, infos = plan.mesh.axis_sizes, step.traced
     arguments = [_dividing(x.layout, i.shape, sizes) for x, i in zip(plan.arguments, infos.arguments, strict=True)]
     results = [_dividing(x.layout, i.shape, sizes) for x, i in zip(plan.results, infos.results, strict=True)]
@@ -44,11 +47,49 @@ def at_other_shapes(plan: Plan, step: Any) -> Plan | None:
         plan,
         arguments=leaves(infos.arguments, arguments),
         results=leaves(infos.results, results),
-        placement=dataclasses.replace(plan.placement, fingerprint=fingerprint(step.graph)),
+        placement=dataclasses.replace(placement, fingerprint=fingerprint(step.graph)),
         batch_size=infos.batch_size,
         executable=step,
         trail=None,
     )
+
+
+def _even_where_it_must_be(placement: Placement, graph: Graph, axis_sizes: Sequence[int]) -> Placement:
+    """The placement without the mesh axes that would shard a factor unevenly whose padding XLA takes for values.
+
+    Such an operation (a scatter, which counts the samples of a batch in a metric) runs whole over these axes.
+    """
+    from autoshard_ilp.rules import rule_for
+
+    choices = {choice: i for i, choice in enumerate(placement.choices)}
+    of_op, moved = list(placement.of_op), set()
+    for op in graph.ops:
+        operands, results = choice = placement.of(op.id)
+        if op.eqn is None or not any(dim != WHOLE for x in (*operands, *results) if x is not None for dim in x):
+            continue
+        rule = rule_for(graph.view(op))
+        if not any(f.even for f in rule.factors.values()):
+            continue
+        axes_of: dict[str, set[int]] = {}
+        for dims, layout in zip((*rule.operands, *rule.results), (*operands, *results), strict=True):
+            for axis, dim in enumerate(layout or ()):
+                if dim >= 0 and dims[dim]:
+                    axes_of.setdefault(dims[dim][0], set()).add(axis)
+        uneven = {
+            axis
+            for name, axes in axes_of.items()
+            if rule.factors[name].even and rule.factors[name].size % math.prod(axis_sizes[a] for a in axes)
+            for axis in axes
+        }
+        if uneven:
+            kept = tuple(
+                tuple(None if x is None else tuple(WHOLE if a in uneven else d for a, d in enumerate(x)) for x in side)
+                for side in choice
+            )
+            of_op[op.id] = choices.setdefault(kept, len(choices))  # type: ignore[arg-type]
+            moved.add(op.id)
+    via = tuple(detour for detour in placement.via if detour[0] not in moved)
+    return dataclasses.replace(placement, choices=tuple(choices), of_op=tuple(of_op), via=via)
 
 
 def _same_operations(a: Graph, b: Graph) -> bool:
