@@ -55,6 +55,7 @@ PRICES_SHARE = 0.1  # .. and for the first prices
 GUESSES = 12
 WIDE_CELLS = 2_000_000
 FEW = (8, 4, 2)  # strategies per node where no guess leaves little
+MARGIN = 2e-3  # of the capacity, left free by a plan of few strategies per node
 PLANS = 4  # of the plans met, the last ones
 TRIES = 8  # of a limit, per guess
 
@@ -98,6 +99,7 @@ class Closing:
             if found is None:
                 break
             net, limit = found
+            few = limit <= self.bound
             try:
                 net, again = self._relax(net, limit)
                 if again and limit > self.bound:
@@ -105,6 +107,8 @@ class Closing:
                 self._learn(net, limit, self._solve(net, limit))
             except EmptyNodeError:
                 self._learn(net, limit, NOTHING)
+            if wide and few and known - self.search.upper < CLOSED * (known - self.bound):
+                break  # the good plan is not among few strategies per node
             near = self.search.upper - self.bound < NEAR * abs(self.search.upper)
             if near and self.search.upper < known and not (self.fresh or self.proved):
                 self._shrink()
@@ -331,7 +335,8 @@ class Closing:
                 return NOTHING
             return MilpResult("optimal", choices, net.constant, 0.0)
         since, deadline = time.monotonic(), self._deadline(SHARE if limit < self.search.upper else 1.0)
-        result = self._run(net, 0, deadline)
+        few = limit <= self.bound  # a plan is wanted, no proof: a little room lets it fit at moments that are no rows
+        result = self._run(net, int(MARGIN * self.owner.capacity) if few else 0, deadline)
         bound, over = result.bound, self._excess(net, result)
         if over > 0:  # within the tolerance of a row, which is wide in bytes
             result = replace(self._run(net, 2 * over, deadline), bound=bound)

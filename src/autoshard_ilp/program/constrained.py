@@ -13,7 +13,7 @@ from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.program import reduce
 from autoshard_ilp.program.branch import Tree
 from autoshard_ilp.program.capacity import Room
-from autoshard_ilp.program.closing import Closing
+from autoshard_ilp.program.closing import NEAR, Closing
 from autoshard_ilp.program.cpsat import CpOptions, CpResult, solve_rows
 from autoshard_ilp.program.dual import Dual
 from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weighted_usage
@@ -129,20 +129,28 @@ class Constrained:
             return self.settle(net)
         if self.stop():
             return []
-        for name, kind in (("closing", Closing), ("dual", Dual)):
+        for name, kind in (("closing", Closing), ("dual", Dual), ("again", Closing)):
+            if name == "again" and not self._closer(entry):
+                break
             since = time.monotonic()
-            dual = kind(self, net, np.array([self.prices.get(r.time, 0.0) for r in self.rows]))
-            fresh = dual.run()
-            self.prices = {r.time: float(p) for r, p in zip(self.rows, dual.prices, strict=True)}
+            part = kind(self, net, np.array([self.prices.get(r.time, 0.0) for r in self.rows]))
+            fresh = part.run()
+            net = part.net
+            self.prices = {r.time: float(p) for r, p in zip(self.rows, part.prices, strict=True)}
             seconds = time.monotonic() - since
-            entry.update({f"{name}_seconds": seconds, f"{name}_bound": dual.bound, "upper": search.upper})
+            entry.update({f"{name}_seconds": seconds, f"{name}_bound": part.bound, f"{name}_upper": search.upper})
             if fresh or self.stop():
                 return fresh
-        if not dual.net.live:
-            return self.settle(dual.net)
-        if self.small(dual.net):
-            return self.cpsat(dual.net)
-        return Tree(self, dual.net, dual.prices).run()
+            if not net.live:
+                return self.settle(net)
+        if self.small(net):
+            return self.cpsat(net)
+        return Tree(self, net, part.prices).run()
+
+    def _closer(self, entry: dict[str, Any]) -> bool:
+        """Whether the dual found a plan so good that guesses, which left too much before it, may leave little now."""
+        upper = self.search.upper
+        return upper < entry["closing_upper"] and upper - self.search.lower < NEAR * abs(upper)
 
     def settle(self, net: Net, whole: bool = True) -> list[int]:
         """Everything is decided: the plan left is the best under the rows, if it satisfies them."""
