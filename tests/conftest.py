@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test; set before any backend starts."""
 
 import os
+import signal
 
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -10,3 +11,6 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# A shell starts background jobs with SIGINT ignored; tests of Ctrl-C need what a terminal gives.
+signal.signal(signal.SIGINT, signal.default_int_handler)
