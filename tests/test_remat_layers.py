@@ -185,11 +185,16 @@ def test_where_fewer_blocks_cannot_be_faster_more_are_tried(any_plan: Plan) -> N
     assert "12 of 16 blocks fit, fewer are no faster or do not fit" in found.plan.notes[-1]
 
 
-def test_where_memory_binds_one_block_less_is_tried_first(any_plan: Plan) -> None:
+def test_where_memory_binds_an_eighth_of_the_blocks_less_is_tried_first(any_plan: Plan) -> None:
     planner = _Planner(16, 8, any_plan)  # what every block keeps selectively
     found = search(POLICIES, planner, lambda failed: 16, 100.0, dear=lambda plan: 0.01)
-    assert planner.asked == ["never", "selective", "selective:15"]
+    assert planner.asked == ["never", "selective", "selective:14"]
     assert found.plan is not None and found.plan.remat_policy == "selective"
+    assert "16 of 16 blocks fit, 14 are no faster or do not fit" in found.plan.notes[-1]
+    roomy = _Planner(16, 12, any_plan)
+    found = search(POLICIES, roomy, lambda failed: 16, 100.0, dear=lambda plan: 0.01)
+    assert roomy.asked[:3] == ["never", "selective", "selective:14"]
+    assert found.plan is not None and found.plan.remat_policy == "selective:8"
 
 
 def test_nothing_fits(any_plan: Plan) -> None:

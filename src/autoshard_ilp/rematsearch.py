@@ -189,13 +189,14 @@ def _fewer_blocks(
     """Bisection over the number of blocks under ``policy``; the others follow ``rest``, which alone does not fit.
 
     A number with which no plan is faster than the best one counts as one that does not fit: fewer leave less room.
-    Where the budget ``binds`` already, recomputed blocks make room that layouts would pay for; if one block less is no
-    faster, that room is worth more than the block's recomputation, and ends the search.
+    Where the budget ``binds`` already, recomputed blocks make room that layouts would pay for; if an eighth of them
+    less is no faster, that room is worth more than the recomputation, which ends the search.
     """
     assert found.plan is not None
     best, low, high, slower = found.plan, 0, n_blocks, False
-    while high - low > 1 and clock() < deadline:
-        middle = high - 1 if binds and high == n_blocks else (low + high) // 2
+    eighth = max(1, n_blocks // 8)
+    while high - low > 1 and clock() < deadline and not (binds and low >= n_blocks - eighth):
+        middle = high - eighth if binds and high == n_blocks else (low + high) // 2
         answer = tried(str(Policy(policy, middle, rest)), deadline - clock(), worth(best))
         if isinstance(answer, Plan):
             high = middle
@@ -208,6 +209,9 @@ def _fewer_blocks(
         else:
             break  # out of time
     fewer = "fewer are no faster or do not fit" if slower else "fewer do not fit"
-    searched = fewer if high - low == 1 else f"{low} do not fit, what lies between was not tried in time"
+    if binds and low == n_blocks - eighth and high == n_blocks:
+        searched = f"{low} are no faster or do not fit"
+    else:
+        searched = fewer if high - low == 1 else f"{low} do not fit, what lies between was not tried in time"
     note = f"Recomputation ({best.remat_policy}): {high} of {n_blocks} blocks fit, {searched}."
     found.plan = replace(best, notes=(*best.notes, note))
