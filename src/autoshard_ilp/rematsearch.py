@@ -8,7 +8,8 @@ decided anew for it, and its copies are priced by their FLOP, bytes and collecti
    since copies only add cost;
 2. if it fits but the budget makes it dear, recomputes all blocks, selectively or in full, and takes the fastest;
 3. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit;
-4. then halves the interval between the smallest ``k`` known to fit and the largest known not to.
+4. then halves the interval between the smallest ``k`` known to fit and the largest known not to, or not to be faster;
+   where the budget binds although all blocks recompute, it goes on only if an eighth of them less is faster.
 
 The third step is enough where recomputation takes next to nothing and planning takes long. Of everything that fits,
 the plan with the shortest step is taken; fewer recomputed blocks leave less room for copies of weights, so the smallest
@@ -194,9 +195,9 @@ def _fewer_blocks(
     """
     assert found.plan is not None
     best, low, high, slower = found.plan, 0, n_blocks, False
-    eighth = max(1, n_blocks // 8)
-    while high - low > 1 and clock() < deadline and not (binds and low >= n_blocks - eighth):
-        middle = high - eighth if binds and high == n_blocks else (low + high) // 2
+    probe = n_blocks - max(1, n_blocks // 8) if binds else None
+    while high - low > 1 and low != probe and clock() < deadline:
+        middle = probe if probe is not None and high == n_blocks else (low + high) // 2
         answer = tried(str(Policy(policy, middle, rest)), deadline - clock(), worth(best))
         if isinstance(answer, Plan):
             high = middle
@@ -209,7 +210,7 @@ def _fewer_blocks(
         else:
             break  # out of time
     fewer = "fewer are no faster or do not fit" if slower else "fewer do not fit"
-    if binds and low == n_blocks - eighth and high == n_blocks:
+    if low == probe:
         searched = f"{low} are no faster or do not fit"
     else:
         searched = fewer if high - low == 1 else f"{low} do not fit, what lies between was not tried in time"

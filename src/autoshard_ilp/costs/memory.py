@@ -15,6 +15,7 @@ import numpy as np
 
 from autoshard_ilp.costs.fusion import REDUCTIONS, VIEWS, fusible, roots, written_to_memory
 from autoshard_ilp.costs.padding import leaves_triton
+from autoshard_ilp.costs.written import is_relu
 from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op
 
 
@@ -241,7 +242,7 @@ def _prepared_together(graph: Graph, start: np.ndarray) -> None:
         start[t.id] = first[t.shape, t.dtype]
     of_relu: dict[tuple[tuple[int, ...], str], int] = {}
     for op in graph.ops:
-        if op.primitive == "max" and not op.region and any(graph.tensors[t].literal is not None for t in op.inputs):
+        if is_relu(graph, op):
             t = graph.tensors[op.outputs[0]]
             of_relu.setdefault((t.shape, t.dtype), int(start[t.id]))
         if op.primitive == "select_and_scatter_add" and not op.region:

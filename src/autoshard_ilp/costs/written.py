@@ -111,6 +111,11 @@ def _merges(graph: Graph, product: Op) -> bool:
     return max(free) > 1
 
 
+def is_relu(graph: Graph, op: Op) -> bool:
+    """Whether an operation of the top level is the larger of a tensor and a number."""
+    return op.primitive == "max" and not op.region and any(graph.tensors[t].literal is not None for t in op.inputs)
+
+
 def zeros_of_poolings(graph: Graph) -> np.ndarray:
     """ReLUs of the shape and type of a max pooling's gradient, which is added up in zeros.
 
@@ -124,7 +129,7 @@ def zeros_of_poolings(graph: Graph) -> np.ndarray:
     }
     found = np.zeros(len(graph.tensors), bool)
     for op in graph.ops:
-        if op.primitive == "max" and not op.region and any(graph.tensors[t].literal is not None for t in op.inputs):
+        if is_relu(graph, op):
             t = graph.tensors[op.outputs[0]]
             found[t.id] = (t.shape, t.dtype) in poolings
     return found

@@ -99,12 +99,12 @@ class Closing:
             if found is None:
                 break
             net, limit = found
-            few = limit <= self.bound
+            few = limit <= self.bound  # a plan is wanted, no proof
             try:
                 net, again = self._relax(net, limit)
                 if again and limit > self.bound:
                     continue  # the same guess leaves less now
-                self._learn(net, limit, self._solve(net, limit))
+                self._learn(net, limit, self._solve(net, limit, few))
             except EmptyNodeError:
                 self._learn(net, limit, NOTHING)
             if wide and few and known - self.search.upper < CLOSED * (known - self.bound):
@@ -328,14 +328,14 @@ class Closing:
         self._presolve(net)
         return net if net.size()["cells"] <= most else None
 
-    def _solve(self, net: Net, limit: float) -> MilpResult:
+    def _solve(self, net: Net, limit: float, few: bool) -> MilpResult:
+        """The best plan of a net; of a ``few`` strategies, with room that lets it fit at moments that are no rows."""
         if not net.live:
             choices = np.zeros(len(net.cost), np.int64)
             if (net.base > self.owner.capacity).any():
                 return NOTHING
             return MilpResult("optimal", choices, net.constant, 0.0)
         since, deadline = time.monotonic(), self._deadline(SHARE if limit < self.search.upper else 1.0)
-        few = limit <= self.bound  # a plan is wanted, no proof: a little room lets it fit at moments that are no rows
         result = self._run(net, int(MARGIN * self.owner.capacity) if few else 0, deadline)
         bound, over = result.bound, self._excess(net, result)
         if over > 0:  # within the tolerance of a row, which is wide in bytes

@@ -92,11 +92,10 @@ def _least(
                     c = min(block * LANES, after - LANES)  # the last block overlaps the one before
                     for k in range(LANES):
                         lanes[k] = min(lanes[k], row[c + k] + inner[c + k])
-                for k in range(8):
-                    lanes[k] = min(lanes[k], lanes[k + 8])
-                for k in range(4):
-                    lanes[k] = min(lanes[k], lanes[k + 4])
-                low = min(min(lanes[0], lanes[1]), min(lanes[2], lanes[3]))
+                for k in range(LANES // 2):
+                    lanes[k] = min(lanes[k], lanes[k + LANES // 2])
+                for k in range(LANES // 2):
+                    low = min(low, lanes[k])
             out[a] = min(out[a], low + more)
 
 
