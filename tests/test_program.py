@@ -19,7 +19,7 @@ from autoshard_ilp.program.cpsat import CpOptions, solve_net
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, build_net
 from autoshard_ilp.program.presolve import STEPS, Presolve
-from autoshard_ilp.program.reduce import compress, substitute
+from autoshard_ilp.program.reduce import compress, min_sum_used, substitute
 from program_cases import programs, random_program
 from training_case import training_step
 
@@ -293,3 +293,39 @@ def test_empty_and_single_programs() -> None:
     assert solve(Program((Node("a", np.array([2.0, 1.0])),), ()), OPTIONS).objective == 1.0
     assert solve(Program((Node("a", np.array([np.inf])),), ()), OPTIONS).status == "infeasible"
     assert random_program(0, 3, "tree", "plain").edges[0].u == 0
+
+
+@given(st.integers(0, 10**6))
+@settings(deadline=None, max_examples=200, derandomize=True)
+def test_a_node_is_eliminated_where_the_cheapest_choice_is_that_of_least_bytes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = tuple(int(n) for n in rng.integers(1, 4, rng.integers(0, 4)))
+    strategies, rows = int(rng.integers(1, 5)), int(rng.integers(1, 3))
+
+    def dims() -> tuple[int, ...]:
+        return tuple(n if rng.random() < 0.6 else 1 for n in shape)
+
+    def table() -> np.ndarray:
+        values = rng.integers(0, 3, (strategies, *dims())).astype(float)
+        return np.where(rng.random(values.shape) < 0.15, np.inf, values)
+
+    cost = rng.integers(0, 3, strategies).astype(float)
+    tables = [table() for _ in range(rng.integers(0, 3))]
+    used = [rng.integers(0, 2, (rows, strategies, *dims())) for _ in range(rng.integers(1, 3))]
+    total = sum(tables, np.broadcast_to(cost.reshape(-1, *[1] * len(shape)), (strategies, *shape)))
+    held = sum(used, np.zeros((rows, strategies, *shape), np.int64))
+    expected, least = np.full(shape, np.inf), np.zeros((rows, *shape), np.int64)
+    settled = True
+    for cell in np.ndindex(*shape):
+        at = [s for s in range(strategies) if np.isfinite(total[(s, *cell)])]
+        if not at:
+            continue
+        best = min(at, key=lambda s: (total[(s, *cell)], held[(slice(None), s, *cell)].sum()))
+        expected[cell] = total[(best, *cell)]
+        least[(slice(None), *cell)] = np.min([held[(slice(None), s, *cell)] for s in at], axis=0)
+        settled &= bool((held[(slice(None), best, *cell)] == least[(slice(None), *cell)]).all())
+    found = min_sum_used(cost, tables, used, shape)
+    assert (found is not None) == settled
+    if found is not None:
+        np.testing.assert_array_equal(found[0], expected)
+        np.testing.assert_array_equal(found[1], least)

@@ -68,11 +68,12 @@ def attempt(
     origin: Any = None,
     seconds: float = math.inf,
     cutoff: float = math.inf,
+    binds: bool = False,
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
 
     ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow. Only a plan
-    whose objective is below ``cutoff`` (seconds) is wanted.
+    whose objective is below ``cutoff`` (seconds) is wanted. ``binds`` as in :func:`solve_halved`.
     """
     from autoshard_ilp.program import solve
 
@@ -82,14 +83,13 @@ def attempt(
         with progress.stage("costs"):
             return Priced(table, build(step, infos, table, request), pinned)
 
-    def solved(problem: Priced, hint: Any, seconds: float, rows_seconds: float | None) -> Any:
-        options = within(request.solver, seconds)
+    def solved(problem: Priced, start: Any, seconds: float, **keywords: Any) -> Any:
+        keywords |= {"hint": start, "cutoff": cutoff, "on_progress": progress.tell}
         with progress.stage("solve"):
-            known = {"hint": hint, "rows_seconds": rows_seconds, "cutoff": cutoff, "on_progress": progress.tell}
-            return solve(problem.program, options, **known)
+            return solve(problem.program, within(request.solver, seconds), **keywords)
 
     limit = min(seconds, request.solver.time_limit)
-    found, solution, notes = solve_halved(priced(False), solved, lambda: priced(True), limit, cutoff=cutoff)
+    found, solution, notes = solve_halved(priced, solved, limit, cutoff=cutoff, binds=binds)
     table, built = found.table, found.built
     if solution.choices is None and solution.report.get("interrupted"):
         raise KeyboardInterrupt  # there is no plan to keep, and nothing else shall be tried

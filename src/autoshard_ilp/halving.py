@@ -1,12 +1,14 @@
 """Two decisions for the repeated layers where one is too coarse: where memory binds.
 
 A decision that all layers share moves the memory of all of them at once, so a plan may have to leave gigabytes unused.
-With one decision for the first half of the layers and one for the second, a mixture fits. It is a second, larger
-program, which the answer of the first one starts; where memory does not bind, the first one's answer stands.
+With one decision for the first half of the layers and one for the second, a mixture fits, and the bound is close to the
+best plan: although it is larger, that program is the easier one. Whether memory binds is known once the program with
+one decision for all is solved without memory; what fits then is the answer, and nothing is halved.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -17,14 +19,13 @@ import numpy as np
 
 from autoshard_ilp.costs.fold import LEAST_HALVED
 
-ROWS_SHARE = 0.05
-"""Of the time limit: what the tied program may take for the search under memory rows, when halves come after it."""
+HALVED = "Memory binds: each half of the repeated layers decides for itself."
 
-QUICK_SECONDS, QUICK_FACTOR = 5.0, 5.0
-"""Once the tied program is proved, the larger one has this long, or this many times as long as the proof took."""
+LOOK_SHARE = 0.1
+"""Of the time limit: what it may take to see that memory binds in the larger program, where that is expected."""
 
-GAIN = 1e-3
-"""Relative gain from which a plan with two decisions is taken instead of a proved plan with one."""
+PLAN_SHARE = 0.6
+"""Of the time left: what the larger program may take to find a good plan before the smaller one is tried."""
 
 
 class Priced(Protocol):
@@ -40,62 +41,70 @@ class Priced(Protocol):
 
 
 P = TypeVar("P", bound=Priced)
+Q = TypeVar("Q", contravariant=True)
+
+
+class Solve(Protocol[Q]):
+    """How a program is solved; the keywords are those of :func:`autoshard_ilp.program.solve`."""
+
+    def __call__(self, problem: Q, start: np.ndarray | None, seconds: float, **keywords: Any) -> Any:
+        """Solves within ``seconds``, from a known assignment if there is one."""
 
 
 def solve_halved(
-    tied: P,
-    solve: Callable[[P, np.ndarray | None, float, float | None], Any],
-    halve: Callable[[], P],
+    make: Callable[[bool], P],
+    solve: Solve[P],
     time_limit: float,
     clock: Callable[[], float] = time.monotonic,
     cutoff: float = math.inf,
+    binds: bool = False,
 ) -> tuple[P, Any, tuple[str, ...]]:
-    """Solves a program and, where memory binds, the one with two decisions per repeated layer.
+    """Solves a program and, where memory binds, the one with two decisions per repeated layer instead.
 
     Args:
-        tied: the program with one decision for all layers.
-        solve: (problem, start, seconds, seconds under memory rows or None) -> solution.
-        halve: makes the larger one; called at most once.
+        make: makes the program, with two decisions per repeated layer (True) or with one.
+        solve: (problem, start, seconds, further keywords) -> solution.
         time_limit: seconds for everything.
         clock: seconds that only grow.
         cutoff: objective, in seconds, that ``solve`` only wants a better plan for.
+        binds: whether memory is expected to bind, so that the larger program is looked at first.
 
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
     """
-    from autoshard_ilp.program.search import WIDE_GAP  # of the tied program: the larger one is harder still
-
-    began = clock()
+    began, make = clock(), functools.cache(make)
 
     def left() -> float:
         return max(0.0, time_limit - (clock() - began))
 
-    splittable = not tied.table.halved and any(len(c.members) >= LEAST_HALVED for c in tied.table.classes)
-    if not splittable or tied.program.capacity is None:
-        return tied, solve(tied, None, time_limit, None), ()
-    first = solve(tied, None, time_limit, ROWS_SHARE * time_limit)
-    if first.status == "infeasible" or first.report.get("interrupted") or first.lower_bound >= cutoff:
-        return tied, first, ()
-    if first.choices is None:  # more time for any plan at all
-        return tied, solve(tied, None, left(), None) if left() > 0 else first, ()
-    if not first.report.get("rows") or left() <= 0:
-        return tied, first, ()
-    proved = first.status == "optimal"
-    if not proved and first.gap > WIDE_GAP:
-        return tied, solve(tied, first.choices, left(), None), ()
-    seconds = max(QUICK_SECONDS, QUICK_FACTOR * (clock() - began)) if proved else math.inf
-    fine = halve()
-    start = start_of(tied.table, fine.table, first.choices)
-    second = solve(fine, start, min(seconds, left()), None)
-    if second.choices is not None and second.objective < first.objective * (1 - GAIN * proved):
-        gain = 1 - second.objective / first.objective
-        note = f"Memory binds: each half of the repeated layers decides for itself, which saves {gain:.2%} of the step."
-        return fine, second, (note,)
-    could = max(0.0, 1 - second.lower_bound / first.objective)
-    note = f"Memory binds: deciding each half of the repeated layers by itself could save at most {could:.2%}."
-    if second.report.get("interrupted"):
-        first.report["interrupted"] = True
-    return tied, first, (note,)
+    def over(found: Any) -> bool:
+        known = found.status in ("infeasible", "optimal") or found.lower_bound >= cutoff
+        return bool(known or found.report.get("interrupted") or left() <= 0)
+
+    for halved in (True, False) if binds else (False,):
+        one = make(halved)
+        if not splittable(one):
+            return one, solve(one, None, left()), ()
+        first = solve(one, None, LOOK_SHARE * time_limit if halved else left(), rows=False)
+        relaxed = first.report.pop("relaxed", None)
+        if relaxed is not None or over(first):
+            break
+    if relaxed is None or over(first):
+        return one, first, ()
+    fine = one if one.table.halved else make(True)
+    start = None if first.choices is None else start_of(one.table, fine.table, first.choices)
+    known = {"relaxed": start_of(one.table, fine.table, relaxed), "plan_seconds": PLAN_SHARE * left()}
+    second = solve(fine, start, left(), **known)
+    second.report["without_memory"] = first.lower_bound
+    if second.choices is None and not over(second) and not one.table.halved:
+        return one, solve(one, None, left(), relaxed=relaxed), ()
+    return fine, second, (HALVED,)
+
+
+def splittable(problem: Priced) -> bool:
+    """Whether there is a capacity, and repeated layers whose decision is, or may be, halved."""
+    enough = problem.table.halved or any(len(c.members) >= LEAST_HALVED for c in problem.table.classes)
+    return enough and problem.program.capacity is not None
 
 
 def start_of(tied: Any, fine: Any, choices: np.ndarray) -> np.ndarray:

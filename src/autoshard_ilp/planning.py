@@ -44,11 +44,15 @@ def plan_traced(
 def _search(
     traced: Any, request: Request, progress: Progress, policies: Sequence[str], step: Callable[[str], Step]
 ) -> Plan:
+    binds = False
+
     def tried(policy: str, seconds: float, cutoff: float) -> Plan | Failure:
+        nonlocal binds
         with progress.stage("graph"):
             graph = step(policy)
         known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds, "cutoff": cutoff}
-        answer = attempt(graph, traced, request, progress, **known)
+        answer = attempt(graph, traced, request, progress, binds=binds, **known)
+        binds = binds or isinstance(answer, Failure) or memory_share(answer) > 0
         return answer if isinstance(answer, Plan) or policy in policies else answer.without_tables()
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit

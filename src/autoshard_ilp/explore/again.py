@@ -190,13 +190,11 @@ def solved(
     progress: Any,
     known: Known | None = None,
     seconds: float = math.inf,
-    rows_seconds: float | None = None,
-    cutoff: float = math.inf,
+    **keywords: Any,
 ) -> Any:
     """Solves a problem from what is known; ``progress`` is an :class:`autoshard_ilp.progress.Progress`.
 
-    ``seconds`` shortens the time limit, ``rows_seconds`` and ``cutoff`` are those of
-    :func:`autoshard_ilp.program.solve`.
+    ``seconds`` shortens the time limit; further keywords are those of :func:`autoshard_ilp.program.solve`.
     """
     from autoshard_ilp.program import solve
     from autoshard_ilp.program.search import PROOF
@@ -212,9 +210,7 @@ def solved(
         return _proved(program, hint, known)
     with progress.stage("solve"):
         options = within(problem.request.solver, seconds)
-        solution = solve(
-            program, options, hint=hint, rows_seconds=rows_seconds, cutoff=cutoff, on_progress=progress.tell
-        )
+        solution = solve(program, options, hint=hint, on_progress=progress.tell, **keywords)
     if solution.choices is None or solution.lower_bound >= known.lower_bound:
         return solution
     status = "optimal" if proved(solution.objective) else solution.status

@@ -154,26 +154,26 @@ def _again(
         traced = plan.executable.traced
         with progress.stage("graph"):
             step = graph_of(traced, policy, plan.executable.while_trip_count)
-        problem = reprice(step, traced, request, progress)
+        first = reprice(step, traced, request, progress)
     else:
-        problem = adapted(known.problem, request, progress)
-        if problem.table is known.problem.table:
-            if (failed := _still_infeasible(problem, known)) is not None:
-                return failure_of(problem, failed)
-            facts = known_from(known.solution, known.problem, problem)
+        first = adapted(known.problem, request, progress)
+        if first.table is known.problem.table:
+            if (failed := _still_infeasible(first, known)) is not None:
+                return failure_of(first, failed)
+            facts = known_from(known.solution, known.problem, first)
 
-    def solve(one: Problem, start: Any, seconds: float, rows_seconds: float | None) -> Any:
-        own = facts if start is None else Known((start,))
-        return solved(one, progress, own, seconds, rows_seconds, cutoff)
+    def solve(problem: Problem, start: Any, seconds: float, **keywords: Any) -> Any:
+        own = facts if problem is first else Known(() if start is None else (start,))
+        return solved(problem, progress, own, seconds, cutoff=cutoff, **keywords)
 
-    def halve() -> Problem:
-        return reprice(problem.step, problem.infos, request, progress, halved=True)
+    def make(halved: bool) -> Problem:
+        return reprice(first.step, first.infos, request, progress, halved=True) if halved else first
 
     limit = min(seconds, request.solver.time_limit)
-    problem, solution, notes = solve_halved(problem, solve, halve, limit, cutoff=cutoff)
+    found, solution, notes = solve_halved(make, solve, limit, cutoff=cutoff)
     if solution.status == "infeasible" or solution.choices is None:
-        return failure_of(problem, solution)
-    made = plan_of(problem, solution, progress, plan)
+        return failure_of(found, solution)
+    made = plan_of(found, solution, progress, plan)
     return replace(made, notes=(*made.notes, *notes))
 
 

@@ -40,8 +40,8 @@ LONG_SWEEPS = 60  # with such a plan known
 SHRUNK = 0.8  # of the cells: worth another round
 CLOSED = 0.1  # of the gap: the same
 STALL = 1e-5  # relative rise of the bound that is worth more sweeps
+RISE = 0.02  # of the gap: the same, while prices are still looked for
 GAIN = 1e-4  # relative rise of the bound that is worth a guess of its own
-FIRST_PRICE = 0.1  # of the relaxed cost per capacity
 FIRST_GUESS = 1e-4  # relative, above the bound
 WIDEN = 3.0  # of the next guess
 NARROW_SWEEPS = 20
@@ -147,7 +147,7 @@ class Closing:
     def _improve_prices(self) -> None:
         """Cutting planes over prices: at each, a bound by message passing and a decoded plan, which is a cut."""
         owner, search = self.owner, self.search
-        unit = FIRST_PRICE * max(abs(search.lower), 1e-30) / max(1, owner.capacity)
+        unit = owner.first_price()
         now, best = self.prices, self.messages.state()
         current = now
         if not current.any():
@@ -160,7 +160,7 @@ class Closing:
         for _ in range(STEPS if not self.prices.any() else WARM_STEPS):
             self._move(now, current)
             now = current
-            self._settle()
+            self._settle(RISE * self._gap())
             if self.messages.bound > self.bound:
                 self.bound, self.prices, best = self.messages.bound, now, self.messages.state()
                 search.prove(min(self.bound, search.upper))
@@ -169,11 +169,16 @@ class Closing:
             if found is None:
                 break
             target, value, box = found
-            gap = search.upper - self.bound if math.isfinite(search.upper) else ROUGH * abs(self.bound)
-            if value - self.bound <= CLOSE * gap:
+            if value - self.bound <= CLOSE * self._gap():
                 break
             current = 0.5 * (self.prices + target)
         self.messages.restore(best)
+
+    def _gap(self) -> float:
+        """Seconds between the bound and the best plan; a guess before any is known."""
+        if not math.isfinite(self.bound):
+            return 0.0
+        return self.search.upper - self.bound if math.isfinite(self.search.upper) else ROUGH * abs(self.bound)
 
     def _cut(self, choices: np.ndarray) -> None:
         cost = self.owner.program.cost(choices)
@@ -225,12 +230,13 @@ class Closing:
         for number in list(net.factors):
             reduce.compress(net, number)
 
-    def _settle(self) -> None:
-        """Sweep until the bound hardly rises, then decode a plan."""
+    def _settle(self, rough: float = 0.0) -> None:
+        """Sweep until the bound hardly rises, or by less than ``rough`` seconds, then decode a plan."""
         before = -math.inf
         for _ in range(SETTLE):
             self.messages.sweep(count=SWEEPS)
-            if self.messages.bound - before < STALL * abs(self.messages.bound) or self.owner.stop():
+            least = max(rough, STALL * abs(self.messages.bound))
+            if self.messages.bound - before < least or self.owner.stop():
                 break
             before = self.messages.bound
         choices = self.net.complete(self.messages.improve(self.messages.decode()))

@@ -23,6 +23,7 @@ from autoshard_ilp.program.search import Search
 
 CELLS = 20_000
 SMALL = 3000
+FIRST_PRICE = 0.1  # of the relaxed cost per capacity
 
 
 class Constrained:
@@ -30,7 +31,7 @@ class Constrained:
 
     Args:
         search: shared state; ``search.program.capacity`` is set.
-        relaxed: the optimum without memory (or the best found), which exceeds the capacity somewhere.
+        relaxed: an assignment near the optimum without memory, which exceeds the capacity somewhere.
         room: what the capacity leaves of each node and edge by itself (has run).
     """
 
@@ -57,6 +58,10 @@ class Constrained:
         """Keep a plan for cuts and combinations, unless one of its choices alone can never fit."""
         if self.room.allows(choices) and not any(np.array_equal(choices, x) for x in self.seen):
             self.seen.append(choices)
+
+    def first_price(self) -> float:
+        """Seconds per byte: a price of the right order."""
+        return FIRST_PRICE * max(abs(self.program.cost(self.relaxed)), 1e-30) / max(1, self.capacity)
 
     def drop(self, ruled_out: dict[int, np.ndarray]) -> None:
         """Leave strategies out for good: no plan cheaper than the best known uses them."""

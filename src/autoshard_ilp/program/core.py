@@ -96,6 +96,7 @@ class Descent:
         deadline: monotonic seconds.
         worth: whether a plan of that many seconds is worth completing and offering.
         rounds: most neighbours and most table cells of an eliminated node, round by round.
+        least_sweeps: of a round, before it may end because little changes.
     """
 
     offer: Callable[[np.ndarray], float]
@@ -104,6 +105,7 @@ class Descent:
     deadline: float
     worth: Callable[[float], bool] = lambda seconds: True
     rounds: Sequence[tuple[int, int]] = ROUNDS
+    least_sweeps: int = 2 * CHECK
     branching: StrongBranching | None = field(default=None, init=False)
     log: list[dict[str, Any]] = field(default_factory=list)
     presolve_seconds: float = 0.0  # of all rounds
@@ -159,7 +161,7 @@ class Descent:
             self.prove(messages.bound)
             stalled = messages.bound - before < STALL * (upper - messages.bound)
             stalled |= messages.strategies() < SHRINK * net.size()["strategies"]
-            if self.done() or time.monotonic() > self.deadline or (stalled and sweeps > CHECK):
+            if self.done() or time.monotonic() > self.deadline or (stalled and sweeps >= self.least_sweeps):
                 break
             before = messages.bound
         if not self.done():

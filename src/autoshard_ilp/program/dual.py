@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from autoshard_ilp.program.constrained import Constrained
 
 STEPS = 12
-FIRST_PRICE = 0.1  # of the relaxed cost per capacity
 CLOSE = 0.05  # of the gap: an optimum, or the dual, that near is good enough
 ROUGH = 0.003  # relative gap of a priced optimum before any plan is known
 SWEEPS = 40  # before removing
@@ -61,7 +60,7 @@ class Dual:
             if self.net.contains(x):
                 self._cut(x, owner.program.cost(x), owner.excess(x))
         current, fresh = self.prices, list[int]()
-        unit = FIRST_PRICE * max(abs(search.lower), 1e-30) / max(1, owner.capacity)
+        unit = owner.first_price()
         if self.whole and not current.any():
             current = np.zeros(len(owner.rows))
             current[int(np.argmax(owner.excess(owner.relaxed)))] = unit

@@ -63,3 +63,67 @@ def min_sum(
             if wide == 0:
                 for j in range(columns):
                     best[j] = min(best[j], base)
+
+
+@njit(cache=True)  # sums in the order in which ``Record.best`` adds them, or equal costs would be told apart
+def min_sum_used(
+    cost: np.ndarray,
+    cells: np.ndarray,
+    at: np.ndarray,
+    leads: np.ndarray,
+    place: np.ndarray,
+    held: np.ndarray,
+    held_at: np.ndarray,
+    held_leads: np.ndarray,
+    held_place: np.ndarray,
+    out: np.ndarray,
+    kept: np.ndarray,
+) -> bool:
+    """As :func:`min_sum` where bytes count; False as soon as a cheapest choice is not that of least bytes in every row.
+
+    Args:
+        held: bytes, arrays one after the other like ``cells``: (memory rows, strategies, leading cells, last axis).
+        held_at, held_leads, held_place: as for the tables.
+        kept: (memory rows, rows, last axis), filled in: bytes of the cheapest choice, of equals the least.
+    """
+    strategies, (rows, columns), moments = len(cost), out.shape, len(kept)
+    total, least_sum = np.empty(columns), np.empty(columns, np.int64)
+    taken, least = np.empty((moments, columns), np.int64), np.empty((moments, columns), np.int64)
+    for i in range(rows):
+        best = out[i]
+        best[:] = INF
+        for s in range(strategies):
+            total[:] = cost[s]
+            for k in range(len(leads)):
+                size = (at[k + 1] - at[k]) // (strategies * leads[k])
+                begin = at[k] + (s * leads[k] + place[k, i]) * size
+                if size == 1:
+                    total += cells[begin]
+                else:
+                    for j in range(columns):
+                        total[j] += cells[begin + j]
+            taken[:] = 0
+            for k in range(len(held_leads)):
+                size = (held_at[k + 1] - held_at[k]) // (moments * strategies * held_leads[k])
+                for r in range(moments):
+                    begin = held_at[k] + ((r * strategies + s) * held_leads[k] + held_place[k, i]) * size
+                    for j in range(columns):
+                        taken[r, j] += held[begin + (j if size > 1 else 0)]
+            for j in range(columns):
+                if total[j] == INF:
+                    continue
+                together, fresh = np.int64(0), best[j] == INF
+                for r in range(moments):
+                    together += taken[r, j]
+                    if fresh or taken[r, j] < least[r, j]:
+                        least[r, j] = taken[r, j]
+                if fresh or total[j] < best[j] or (total[j] == best[j] and together < least_sum[j]):
+                    best[j], least_sum[j] = total[j], together
+                    kept[:, i, j] = taken[:, j]
+        for j in range(columns):
+            for r in range(moments):
+                if best[j] == INF:
+                    kept[r, i, j] = 0
+                elif kept[r, i, j] != least[r, j]:
+                    return False
+    return True

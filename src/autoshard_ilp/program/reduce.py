@@ -265,53 +265,53 @@ def elimination_scope(net: Net, v: int) -> tuple[list[int], list[np.ndarray], di
     return [nodes[i] for i in order], [labels[i] for i in order], maps
 
 
-def min_sum(cost: np.ndarray, tables: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Least over the first axis of cost + sum of tables (each broadcastable to ``(len(cost), *shape)``)."""
-    if not shape or 0 in shape:
-        return np.asarray(sum(tables, cost).min(axis=0)) if not shape else np.full(shape, np.inf)
-    leading = shape[:-1]
-    own = [t.shape[1:-1] for t in tables]
+def _laid_out(tables: Sequence[np.ndarray], lead: int, leading: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """Arrays for a compiled loop: all cells, where each table begins, its leading cells, and those of each row.
+
+    The first ``lead`` axes of a table are its own; the others are broadcastable to ``(*leading, last axis)``.
+    """
+    own = [t.shape[lead:-1] for t in tables]
     leads = np.array([math.prod(n) for n in own], np.int64)
     place = np.empty((len(tables), math.prod(leading)), np.int64)
     for k, n in enumerate(own):
         place[k] = np.broadcast_to(np.arange(leads[k]).reshape(n), leading).ravel()
     at = np.concatenate(([0], np.cumsum([t.size for t in tables]))).astype(np.int64)
-    out = np.empty((place.shape[1], shape[-1]))
-    kernels_eliminate.min_sum(cost, np.concatenate([t.ravel() for t in tables]), at, leads, place, out)
+    return np.concatenate([t.ravel() for t in tables]), at, leads, place
+
+
+def min_sum(cost: np.ndarray, tables: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Least over the first axis of cost + sum of tables (each broadcastable to ``(len(cost), *shape)``)."""
+    if not shape or 0 in shape:
+        return np.asarray(sum(tables, cost).min(axis=0)) if not shape else np.full(shape, np.inf)
+    out = np.empty((math.prod(shape[:-1]), shape[-1]))
+    cells, at, leads, place = _laid_out(tables, 1, shape[:-1])
+    kernels_eliminate.min_sum(cost, cells, at, leads, place, out)
     return out.reshape(shape)
 
 
 def min_sum_used(
     cost: np.ndarray, tables: Sequence[np.ndarray], used: Sequence[np.ndarray], shape: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As :func:`min_sum`, with the bytes per row of the cheapest choice (of equals the least) and the least of any.
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """As :func:`min_sum`, with the bytes per row of the cheapest choice; None where that is not always that of least.
 
     Args:
-        used: int64 bytes, each broadcastable to ``(rows, len(cost), *shape)``.
+        used: int64 bytes, at least one array, each broadcastable to ``(rows, len(cost), *shape)``.
     """
-    rows = used[0].shape[0]
-    step = max(1, CHUNK_CELLS // max(1, math.prod(shape) * (rows + 1)))
-    out, held = np.full(shape, np.inf), np.full((rows, *shape), NO_BYTES)
-    least = held.copy()
-    lead = (-1,) + (1,) * len(shape)
-    for begin in range(0, len(cost), step):
-        piece = slice(begin, begin + step)
-        part = np.broadcast_to(cost[piece].reshape(lead), (len(cost[piece]), *shape))
-        for t in tables:
-            part = part + t[piece]
-        taken = np.zeros((rows, len(part), *shape), np.int64)
-        for u in used:
-            taken = taken + u[:, piece]
-        finite = np.isfinite(part)
-        np.minimum(least, np.where(finite[None], taken, NO_BYTES).min(axis=1), out=least)
-        low = part.min(axis=0)
-        at = np.where((part == low) & finite, taken.sum(axis=0), np.iinfo(np.int64).max).argmin(axis=0)
-        mine = np.take_along_axis(taken, at[None, None], axis=1)[:, 0]
-        better = (low < out) | ((low == out) & np.isfinite(low) & (mine.sum(axis=0) < held.sum(axis=0)))
-        out = np.where(better, low, out)
-        held = np.where(better[None], mine, held)
-    finite = np.isfinite(out)[None]
-    return out, np.where(finite, held, 0), np.where(finite, least, 0)
+    rows, strategies = used[0].shape[0], len(cost)
+    if not shape:  # one cell
+        column = min_sum_used(cost, [t[:, None] for t in tables], [u[..., None] for u in used], (1,))
+        return None if column is None else (column[0][0], column[1][:, 0])
+    wide = tables or [np.zeros((strategies, *[1] * len(shape)))]
+    lead = math.prod(shape[:-1])
+    out, kept = np.full((lead, shape[-1]), np.inf), np.zeros((rows, lead, shape[-1]), np.int64)
+    if 0 not in shape:
+        cells, at, leads, place = _laid_out(wide, 1, shape[:-1])
+        held, held_at, held_leads, held_place = _laid_out(used, 2, shape[:-1])
+        if not kernels_eliminate.min_sum_used(
+            cost, cells, at, leads, place, held, held_at, held_leads, held_place, out, kept
+        ):
+            return None
+    return out.reshape(shape), kept.reshape(rows, *shape)
 
 
 def eliminate(net: Net, v: int) -> list[int] | None:
@@ -337,14 +337,14 @@ def eliminate(net: Net, v: int) -> list[int] | None:
         wide = [len(alive)] + [shape[i] if w in f.scope else 1 for i, w in enumerate(scope)]
         tables.append(np.transpose(f.table, axes)[cells].reshape(wide))
         if f.used is not None:
-            held = np.array([np.transpose(own, axes)[cells] for own in f.used])
-            used.append(held.reshape([len(held), *wide]))
+            used.append(np.array([np.transpose(own, axes)[cells] for own in f.used]).reshape([len(f.used), *wide]))
     bytes_left: np.ndarray | None = None
     if used:
-        out, chosen, least = min_sum_used(net.cost[v][alive], tables, used, shape)
-        if not np.array_equal(chosen, least):
+        found = min_sum_used(net.cost[v][alive], tables, used, shape)
+        if found is None:
             return None
-        bytes_left = chosen if chosen.any() else None
+        out, held = found
+        bytes_left = held if held.any() else None
     else:
         out = min_sum(net.cost[v][alive], tables, shape)
     for number in list(net.incident[v]):

@@ -15,10 +15,7 @@ from autoshard_ilp.program.net import Net
 from autoshard_ilp.program.presolve import Presolve
 
 WIDE_GAP = 0.05
-"""A plan further than this from its bound gets the whole time limit."""
-
-LATE = 0.4
-"""Of the time limit."""
+"""A plan further than this from its bound is not a good one."""
 
 PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below this
 
@@ -32,11 +29,11 @@ class Search:
     began: float
     on_progress: Callable[[dict], None] | None
     cutoff: float = math.inf  # seconds: only cheaper plans are wanted
+    plan_seconds: float = math.inf  # for a good plan
     best: np.ndarray | None = None
     upper: float = field(init=False)  # of the best plan, or the cutoff
     lower: float = -math.inf
     report: dict[str, Any] = field(default_factory=dict)
-    rows_until: float = math.inf  # monotonic time
 
     def __post_init__(self) -> None:
         self.upper = self.cutoff
@@ -47,14 +44,10 @@ class Search:
 
     @property
     def deadline(self) -> float:
-        """Monotonic time at which the limit is reached; that for memory rows, once a plan is within :data:`WIDE_GAP`.
-
-        Not where that plan came late: whoever wants the rest of the time could not do much with it.
-        """
-        limit = self.began + self.options.time_limit
+        """Monotonic time at which the limit is reached: that for a good plan, until one is known."""
         good = self.best is not None and self.upper - self.lower <= WIDE_GAP * abs(self.upper)
-        late = time.monotonic() > self.began + LATE * self.options.time_limit
-        return min(limit, self.rows_until) if good and not late else limit
+        seconds = self.options.time_limit if good else min(self.options.time_limit, self.plan_seconds)
+        return self.began + seconds
 
     def tell(self, stage: str) -> None:
         """Report progress."""

@@ -64,7 +64,9 @@ def solve(
     options: SolverOptions,
     *,
     hint: np.ndarray | None = None,
-    rows_seconds: float | None = None,
+    rows: bool = True,
+    relaxed: np.ndarray | None = None,
+    plan_seconds: float = math.inf,
     cutoff: float = math.inf,
     on_progress: Callable[[dict], None] | None = None,
 ) -> Solution:
@@ -74,8 +76,11 @@ def solve(
         program: nodes, edges, lifetimes, capacity (seconds and bytes).
         options: limits and seed.
         hint: a known assignment, used as a start when it is feasible.
-        rows_seconds: most seconds under memory rows, where memory binds, once a plan is good (within
-            :data:`~autoshard_ilp.program.search.WIDE_GAP`); None: the time limit alone counts.
+        rows: False ends the search where memory binds; ``report["relaxed"]`` is then an assignment that is the best
+            without a capacity, or close to it, and does not fit.
+        relaxed: such an assignment, where it is known; it need not be of this very program.
+        plan_seconds: seconds after which the search ends unless a good plan is known (within
+            :data:`~autoshard_ilp.program.search.WIDE_GAP`).
         cutoff: seconds; only a cheaper assignment is wanted. Where none is, the answer has ``choices=None`` and a bound
             of ``cutoff``.
         on_progress: called with ``{"stage", "seconds", "objective", "lower_bound", "choices"}``.
@@ -88,12 +93,12 @@ def solve(
         InputShapeError: malformed arrays.
     """
     check(program, hint)
-    search = Search(program, options, time.monotonic(), on_progress, cutoff)
+    search = Search(program, options, time.monotonic(), on_progress, cutoff, plan_seconds)
     if hint is not None:
         search.offer(np.asarray(hint, np.int64))
     infeasible = False
     try:
-        infeasible = solve_in_turn(search, lambda s: _solve_with_rows(s, rows_seconds))
+        infeasible = solve_in_turn(search, lambda s: _solve_with_rows(s, rows, relaxed))
     except KeyboardInterrupt:
         search.report["interrupted"] = True
     except EmptyNodeError:
@@ -101,8 +106,11 @@ def solve(
     return search.finish(infeasible)
 
 
-CLOSE = 1e-2
+CLOSE = 5e-2
 """Relative gap at which the relaxation without memory is left, once its best plan does not fit .."""
+
+LOOK_SWEEPS = 80
+"""Sweeps that may show that, before plans are looked for in ways that take longer .."""
 
 ENOUGH_ROUNDS = 2
 """.. and the rounds after which it is left in any case."""
@@ -161,6 +169,8 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
         return not state["fits"] or seconds < state["upper"]
 
     descent = Descent(offer, prove, done, search.deadline, worth)
+    if program.capacity is not None:
+        descent.least_sweeps = LOOK_SWEEPS
     search.report["descent"] = descent.log
     try:
         start = build_net(program) if room is None else build_net(program, room.keep, cells=room.cells)
@@ -203,19 +213,27 @@ def _finish_with_cpsat(
         raise KeyboardInterrupt
 
 
-def _solve_with_rows(search: Search, seconds: float | None = None) -> bool:
+def _solve_with_rows(search: Search, rows: bool, relaxed: np.ndarray | None) -> bool:
     """Solve without memory; when the plan does not fit, solve with memory rows. True when proved infeasible."""
     room = _room(search)
-    choices, bound = _descend(search, room)
-    search.prove(bound)
-    if choices is None:
-        return False
-    search.offer(choices)
-    if room is None or search.done() or time.monotonic() > search.deadline:
-        return False
+    if room is None or relaxed is None or not _too_large(search.program, relaxed):
+        relaxed, bound = _descend(search, room)
+        search.prove(bound)
+        if relaxed is None:
+            return False
+        search.offer(relaxed)
+        if room is None or search.done() or time.monotonic() > search.deadline:
+            return False
+        if not rows and _too_large(search.program, relaxed):
+            search.report["relaxed"] = relaxed
+            return False
     since = time.monotonic()
-    if seconds is not None:
-        search.rows_until = since + seconds
-    infeasible = Constrained(search, choices, room).run()
+    infeasible = Constrained(search, relaxed, room).run()
     search.add_seconds("memory", since)
     return infeasible
+
+
+def _too_large(program: Program, choices: np.ndarray) -> bool:
+    """Whether an assignment is finite and exceeds the capacity."""
+    capacity = program.capacity
+    return capacity is not None and math.isfinite(program.cost(choices)) and program.peak(choices) > capacity
