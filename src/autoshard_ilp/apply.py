@@ -135,7 +135,7 @@ class _Plan:
         platform = compat.platform_of(mesh)
         self.gradients = _gradients(graph) if platform == "tpu" else frozenset()
         self.order = order_of(graph, platform)
-        self.schedule = graph.schedule()
+        self.schedule = [self.order.of(items) for items in graph.schedule()]
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
         self._latest: dict[int, int] | None = None
 
@@ -385,12 +385,12 @@ class _Run:
             self.note_computed(op, frame)
 
     def note_computed(self, op: Op, frame: _Frame) -> None:
-        """Remembers how to wait for a gradient that was not looked at before its reduction."""
+        """Remembers how to wait for a metric, or a gradient that was not looked at before its reduction."""
         if op.id not in self.plan.order.gradients or op.id in frame.computed:
             return
         value, at = frame.get(op.outputs[0]), self.plan.sharding(op.outputs[0])
         sums, alone = self.partial_sums(op)
-        if at is not None and (alone or not sums) and ties.is_even(at, value.shape):
+        if at is not None and (alone or not sums or op.phase == "update") and ties.is_even(at, value.shape):
             frame.computed[op.id] = ties.never(value, at.spec, self.plan.mesh)
 
     def partial_sums(self, op: Op) -> tuple[bool, bool]:

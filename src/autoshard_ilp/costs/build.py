@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.costs.carried import count_twice
-from autoshard_ilp.costs.combining import gathered_together, reduced_together
-from autoshard_ilp.costs.fusion import fusible
+from autoshard_ilp.costs.carried import count_gathers_twice, count_twice
+from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
+from autoshard_ilp.costs.fusion import VIEWS, fusible
 from autoshard_ilp.costs.onchip import keep_on_chip, vector_bytes
 from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
-from autoshard_ilp.costs.tiles import padding, through_convolutions, tiled_bytes
-from autoshard_ilp.costs.written import masks_of_extremes
+from autoshard_ilp.costs.tiles import images_of_the_step, padding, through_convolutions, tiled_bytes
+from autoshard_ilp.costs.written import masks_of_extremes, packed_bytes, packed_masks
 from autoshard_ilp.graph import Op
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, local_shape
@@ -53,10 +53,15 @@ class _Account:
         self.categories: list[str] = []
         self.labels: list[str] = []
         self.stacks: list[int] = []  # lifetimes of what loops stack up
+        self.ahead: list[int] = []  # lifetimes of gathered copies of what the step starts with
+        self.known = known_from_the_start(table.graph)
         self.family = getattr(table.profile, "family", "")
         self.gathered = gathered_together(table.graph, table.buffers, self.family)
         self.reduced = reduced_together(table.graph, table.buffers, self.family)
         self.images = through_convolutions(table.graph) if self.family == "tpu" else {}
+        self.given = images_of_the_step(table.graph, table.buffers) if self.family == "tpu" else {}
+        fuses = [fusible(op) and op.primitive not in VIEWS for op in table.graph.ops]
+        self.packed = packed_masks(table.graph, fuses, VIEWS) if self.family == "tpu" else frozenset()
         self.pads = self.family == "gpu" and leaves_triton(table.graph)
 
     def bytes_of(self, table: CostTable, tensor: int, itemsize: float, layouts: Sequence[Any]) -> np.ndarray:
@@ -67,6 +72,8 @@ class _Account:
         def on_device(layout: Layout) -> int:
             if self.family != "tpu":
                 return local_bytes(shape, itemsize, layout, sizes)
+            if tensor in self.packed:
+                return packed_bytes(local_shape(shape, layout, sizes))
             return tiled_bytes(shape, itemsize, layout, sizes, fastest)
 
         known = {lay: 0 if lay is None else on_device(lay) for lay in set(layouts)}
@@ -118,6 +125,7 @@ def build_program(
     counted = _without_loops(program), tuple(account.categories), tuple(account.labels)
     if account.family == "tpu":
         counted = count_twice(*counted, account.stacks, table.buffers.horizon)
+        counted = count_gathers_twice(*counted, account.ahead, vector_bytes(table.profile))
     return Built(*keep_on_chip(*counted, vector_bytes(table.profile), table.buffers.horizon))
 
 
@@ -131,6 +139,8 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
         for op_id, operand in flow.uses:
             start, end = _copy_lifetime(table, flow, op_id)
             start = min(start, account.gathered.get(table.graph.ops[op_id].inputs[operand], start))
+            if account.known[table.graph.ops[op_id].inputs[operand]]:
+                account.ahead.append(len(account.rows))
             account.hold(True, index, start, end, "gathered", _label(table, op_id, operand))
             if account.family == "gpu" and table.graph.ops[op_id].primitive == "loop_slice":
                 # Collectives put the gathered dimension in front; a loop reads its slices from a transposed copy.
@@ -259,6 +269,13 @@ def _hold_results(
             waiting,
             [(t + 1, end + 1, "gradients", graph.ops[m].scope) for m, end in ends if end > (t := int(buffers.time[m]))],
         )
+    for m in cls.members:
+        if m in account.given:
+            numbers = graph.ops[m].params["dimension_numbers"].lhs_spec
+            image, itemsize = graph.tensors[graph.ops[m].inputs[0]], table.precision.moved(graph, graph.ops[m], 0)
+            copied = [tiled_bytes(image.shape, itemsize, s.operands[0], sizes, numbers[:2]) for s in cls.strategies]
+            span = int(buffers.time[m]), account.given[m] + 1, "activations", graph.ops[m].scope
+            hold(np.array(copied), [span])
     if account.family != "gpu":
         return
     padded = once(

@@ -33,18 +33,25 @@ def gathered_together(graph: Graph, buffers: Buffers, family: str) -> dict[int, 
     """
     if family != "gpu":
         return {}
-    known = [False] * len(graph.tensors)
+    known = known_from_the_start(graph)
     first: dict[int, int] = {}  # tensor -> first time that the forward pass reads it
     for op in graph.ops:
-        ready = op.primitive == "argument" or (op.inputs and all(known[t] for t in op.inputs) and fusible(op))
-        for t in op.outputs:
-            known[t] = bool(ready) and not op.region
         if op.phase == "forward" and op.primitive != "result" and not op.region:
             for t in op.inputs:
                 if known[t]:
                     first.setdefault(t, int(buffers.time[op.id]))
     order = sorted(first, key=lambda t: (first[t], t))
     return {t: first[group[0]] for group in _groups(graph, order) for t in group}
+
+
+def known_from_the_start(graph: Graph) -> list[bool]:
+    """Per tensor, whether it is an argument of the step, or computed element by element from such."""
+    known = [False] * len(graph.tensors)
+    for op in graph.ops:
+        ready = op.primitive == "argument" or (op.inputs and all(known[t] for t in op.inputs) and fusible(op))
+        for t in op.outputs:
+            known[t] = bool(ready) and not op.region
+    return known
 
 
 def reduced_together(graph: Graph, buffers: Buffers, family: str) -> dict[int, int]:

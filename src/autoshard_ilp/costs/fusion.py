@@ -18,6 +18,7 @@ from autoshard_ilp.costs.written import (
     COMPARISONS,
     compared_positions,
     operands_of_erfc,
+    packed_masks,
     padded_for_several,
     zeros_of_poolings,
 )
@@ -109,6 +110,7 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str) -> np.ndarray
         stored |= padded
         several &= ~padded
         stored |= compared_positions(graph, root, several, VIEWS)
+        stored[list(packed_masks(graph, fuses, VIEWS))] = True
     stored = _with_dear_ones(graph, root, stored, several, family)
     if family == "gpu":
         stored = _with_dear_ones(graph, root, stored, _masks_of_metrics(graph, root, stored, readers), family)

@@ -52,7 +52,7 @@ def keep_on_chip(
     for i in np.flatnonzero(~stays):
         key = bool(lt.is_edge[i]), int(lt.owner[i])
         if key not in known:
-            edge = _large_only(program, *key, size * MOST // USUAL)
+            edge = large_only(program, *key, size * MOST // USUAL)
             known[key] = None if edge is None else len(edges)
             edges += [] if edge is None else [edge]
         if known[key] is not None:
@@ -73,7 +73,7 @@ def keep_on_chip(
 _NONE = np.zeros(0, np.int64)
 
 
-def _large_only(program: Program, is_edge: bool, owner: int, size: int) -> Edge | None:
+def large_only(program: Program, is_edge: bool, owner: int, size: int) -> Edge | None:
     """The bytes of one owner where they are more than ``size``, as an edge that costs nothing; None: nowhere."""
     if is_edge:
         e = program.edges[owner]

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from autoshard_ilp.costs.fusion import fusible
+from autoshard_ilp.costs.memory import Buffers
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.sharding import Layout, local_bytes, local_shape
 
@@ -97,3 +98,29 @@ def _spread(
         mine = graph.tensors[t].shape
         if mine == shape or (pools and len(mine) == len(shape)):
             found.setdefault(t, found[known])
+
+
+def images_of_the_step(graph: Graph, buffers: Buffers) -> Mapping[int, int]:
+    """Convolutions whose image the step is given, at most cast and scaled on the way -> when its copy was last read.
+
+    Arguments lie in the order of dimensions that pads least. XLA:TPU copies such an image into the order that
+    convolutions take before the first of them, and keeps the copy for the gradient of the kernel.
+    """
+    given = [False] * len(graph.tensors)
+    for op in graph.ops:
+        made = op.primitive == "argument" or (bool(op.inputs) and all(_is_given(graph, given, t) for t in op.inputs))
+        for t in op.outputs:
+            given[t] = made and (op.primitive == "argument" or (fusible(op) and not buffers.stored[t]))
+    last: dict[int, int] = {}
+    first: dict[int, int] = {}
+    for op in graph.ops:
+        if op.primitive == "conv_general_dilated" and not op.region:
+            for t in op.inputs:
+                last[int(buffers.root[t])] = int(buffers.time[op.id])
+            if op.phase == "forward" and given[op.inputs[0]]:
+                first.setdefault(int(buffers.root[op.inputs[0]]), op.id)
+    return {op: last[root] for root, op in first.items()}
+
+
+def _is_given(graph: Graph, given: Sequence[bool], tensor: int) -> bool:
+    return given[tensor] or graph.tensors[tensor].literal is not None

@@ -1,7 +1,7 @@
 """What XLA writes although it would be cheap to compute again.
 
-On TPU masks of positions and padded gradients, seen in programs compiled for v5e (docs/fidelity.md): where several
-kernels need them, they are written once. On GPU the operand of an error function behind a product of merged dimensions,
+On TPU masks of positions, masks of metrics and padded gradients, seen in programs compiled for v5e (docs/fidelity.md):
+where several kernels need them, they are written once. On GPU the operand of an error function behind a product of merged dimensions,
 and the mask of an extreme.
 """
 
@@ -18,15 +18,18 @@ from autoshard_ilp.strategies import Strategy
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
+BYTE_BITS = 8
+
 SHORT_FLOAT_BYTES = 2
 """Of 16-bit floats, which XLA:GPU converts before a long function, and reads unconverted elsewhere."""
 
 
 def compared_positions(graph: Graph, root: np.ndarray, several: np.ndarray, views: Collection[str]) -> np.ndarray:
-    """Masks made by comparing positions: a byte per element, for several kernels.
+    """Masks made by comparing positions, for several kernels that read them larger than they are: a byte per element.
 
-    One-hot labels of a cross-entropy are among them (u8[1024,50257] twice for GPT-2, from the forward to the backward
-    pass), and causal masks. Signs of activations and dropout masks are computed again.
+    Causal masks are among them, which all heads share. Where a kernel reads as many elements as the mask has, as of the
+    one-hot labels of a cross-entropy, it compares the positions itself. Signs of activations and dropout masks are
+    computed again.
 
     Args:
         root: per tensor, the tensor whose buffer a view reads.
@@ -45,7 +48,58 @@ def compared_positions(graph: Graph, root: np.ndarray, several: np.ndarray, view
     for op in graph.ops:
         if op.primitive == "convert_element_type":  # as a number
             needed[root[op.inputs[0]]] |= several[op.outputs[0]]
-    return found & needed & (root == np.arange(len(root)))
+    return found & needed & _read_larger(graph, views) & (root == np.arange(len(root)))
+
+
+def _read_larger(graph: Graph, views: Collection[str]) -> np.ndarray:
+    """Whether some kernel repeats a tensor, or what is computed from it element by element, along a dimension."""
+    found = np.zeros(len(graph.tensors), bool)
+    for op in reversed(graph.ops):
+        elementwise = op.primitive in ("and", "or", "not", "convert_element_type", *views)
+        for t in op.inputs:
+            larger = any(math.prod(graph.tensors[out].shape) > math.prod(graph.tensors[t].shape) for out in op.outputs)
+            repeats = larger and op.primitive in ("broadcast_in_dim", "select_n", "and", "or", "add", "mul")
+            found[t] |= repeats or (elementwise and any(found[out] for out in op.outputs))
+    return found
+
+
+def packed_masks(graph: Graph, fuses: Sequence[bool], views: Collection[str]) -> frozenset[int]:
+    """Masks that XLA:TPU writes for a metric's ``argmax``, a bit per element.
+
+    The second of its reductions looks for the extreme that the first has found. What both compare in their operand
+    without knowing the extreme, such as where it is zero, negative or no number, is written before.
+
+    Args:
+        fuses: per operation, whether it may be computed inside its reader.
+        views: primitives whose result shares its operand's buffer.
+    """
+    knows = [False] * len(graph.tensors)  # the result of a metric's reduction
+    reads = [False] * len(graph.tensors)  # something that was computed, not only positions
+    found: set[int] = set()
+    for op in graph.ops:
+        reduces = op.phase == "update" and op.primitive.startswith("reduce_")
+        for t in op.outputs:
+            knows[t] = reduces or any(knows[i] for i in op.inputs)
+            reads[t] = op.primitive == "argument" or any(reads[i] for i in op.inputs)
+        if not reduces or not any(knows[t] for t in op.inputs):
+            continue
+        shape, reached = graph.tensors[op.inputs[0]].shape, list(op.inputs)
+        for t in reached:  # grows on the way
+            producer = graph.tensors[t].producer
+            made = None if producer is None else graph.ops[producer]
+            if made is None or made.phase != "update" or not (fuses[made.id] or made.primitive in views):
+                continue
+            own = graph.tensors[t]
+            compares = own.dtype == "bool" and not any(graph.tensors[i].dtype == "bool" for i in made.inputs)
+            if compares and own.shape == shape and reads[t] and not knows[t]:
+                found.add(t)
+            reached += [i for i in made.inputs if i not in reached]
+    return frozenset(found)
+
+
+def packed_bytes(local: Sequence[int]) -> int:
+    """Bytes of a mask on one device, of which its first dimension shares whole bytes."""
+    return math.prod(local[1:]) * -(-local[0] // BYTE_BITS) if local else 0
 
 
 def padded_for_several(
