@@ -21,6 +21,10 @@ needs_cuda = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason='needs pip install "autoshard-ilp[cuda]"'
 )
 
+needs_tpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason='needs pip install "autoshard-ilp[tpu]"'
+)
+
 
 def mesh_of(target: str) -> Any:
     """A 2 x 4 mesh of the target's devices."""

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp import manual, ties
 from autoshard_ilp.bounds import within_bounds
-from autoshard_ilp.costs.combining import THRESHOLD_BYTES
+from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
 from autoshard_ilp.order import order_of
@@ -138,6 +138,7 @@ class _Plan:
         self.schedule = [self.order.of(items) for items in graph.schedule()]
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
         self._latest: dict[int, int] | None = None
+        self._known: list[bool] | None = None
 
     def stack(self, op: Op) -> Any:
         """The name stack under which ``op`` runs."""
@@ -192,6 +193,12 @@ class _Plan:
         if self._latest is None:
             self._latest = ties.anchors(self.graph)
         return self._latest.get(op.id)
+
+    def known(self) -> list[bool]:
+        """Per tensor, whether it is there from the start."""
+        if self._known is None:
+            self._known = known_from_the_start(self.graph)
+        return self._known
 
     def sharding(self, tensor: int) -> NamedSharding | None:
         """The decided layout of a tensor where it is produced (partial sums as :mod:`manual` holds them)."""
@@ -306,7 +313,7 @@ class _Run:
         tensor = op.inputs[i]
         t, now = self.graph.tensors[tensor], self.plan.layout(tensor)
         if (op.id, i) in self.plan.decisions.waits:
-            other = ties.beside(self.graph, op, i)
+            other = ties.beside(self.graph, op, i, self.plan.known())
             tied = None if other is None or not frame.has(other) else self.after(frame, op, value, tensor, other)
             return value if tied is None else tied
         grows = now is not None and any(b == WHOLE and a >= 0 for a, b in zip(now, layout, strict=True))

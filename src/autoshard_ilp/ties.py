@@ -14,6 +14,7 @@ XLA fuses it into what reads the value, and it costs no memory traffic of its ow
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard_ilp import _jax_compat as compat
+from autoshard_ilp.costs.combining import only_updates_read
 from autoshard_ilp.costs.fusion import VIEWS
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.graph import Graph, Op
@@ -66,15 +68,17 @@ def anchors(graph: Graph) -> dict[int, int]:
     return found
 
 
-def beside(graph: Graph, op: Op, operand: int) -> int | None:
+def beside(graph: Graph, op: Op, operand: int, known: Sequence[bool]) -> int | None:
     """What an operation of the forward pass computes with next to one of its operands, as first computed.
 
     Args:
         op: it, or the hub in front of it.
         operand: which one is left out.
+        known: per tensor, whether it is there from the start (:func:`autoshard_ilp.costs.combining.known_from_the_start`).
 
     Returns:
-        A tensor that something may wait for; None where there is none but what the step starts with.
+        A tensor that something may wait for; None where there is none but what the step starts with: a weight's cast is
+        there from the start as well, and would be written for the look at it.
     """
     others = [t for i, t in enumerate(op.inputs) if i != operand]
     if op.primitive == "hub":
@@ -88,17 +92,17 @@ def beside(graph: Graph, op: Op, operand: int) -> int | None:
             producer = graph.tensors[t].producer
         made = None if producer is None else graph.ops[producer]
         here = made is not None and made.primitive not in ("argument", "constant") and made.region == op.region
-        if here and may_anchor(graph, t):
+        if here and not known[t] and may_anchor(graph, t):
             return t
     return None
 
 
 def _read_in_backward(graph: Graph) -> list[bool]:
-    """Whether an operation of the backward pass computes something from a tensor, or from a view of it."""
-    read = [False] * len(graph.tensors)
+    """Whether the backward pass computes something from a tensor, or from a view of it, that not only updates read."""
+    read, only = [False] * len(graph.tensors), only_updates_read(graph)
     for op in reversed(graph.ops):
         if op.phase == "backward" and (op.primitive not in VIEWS or any(read[t] for t in op.outputs)):
-            for t in op.inputs:
+            for t in () if op.outputs and all(only[t] for t in op.outputs) else op.inputs:
                 read[t] = True
     return read
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from autoshard_ilp.costs.written import (
     COMPARISONS,
-    compared_positions,
     operands_of_erfc,
     packed_masks,
     padded_for_several,
@@ -109,7 +108,6 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str) -> np.ndarray
         padded = padded_for_several(graph, root, stored, several, readers, fuses)
         stored |= padded
         several &= ~padded
-        stored |= compared_positions(graph, root, several, VIEWS)
         stored[list(packed_masks(graph, fuses, VIEWS))] = True
     stored = _with_dear_ones(graph, root, stored, several, family)
     if family == "gpu":

@@ -1,7 +1,7 @@
 """What XLA writes although it would be cheap to compute again.
 
-On TPU masks of positions, masks of metrics and padded gradients, seen in programs compiled for v5e (docs/fidelity.md):
-where several kernels need them, they are written once. On GPU the operand of an error function behind a product of merged dimensions,
+On TPU masks of metrics and padded gradients, seen in programs compiled for v5e (docs/fidelity.md): where several kernels
+need them, they are written once. One-hot labels, signs of activations and dropout masks are computed again. On GPU the operand of an error function behind a product of merged dimensions,
 and the mask of an extreme.
 """
 
@@ -22,45 +22,6 @@ BYTE_BITS = 8
 
 SHORT_FLOAT_BYTES = 2
 """Of 16-bit floats, which XLA:GPU converts before a long function, and reads unconverted elsewhere."""
-
-
-def compared_positions(graph: Graph, root: np.ndarray, several: np.ndarray, views: Collection[str]) -> np.ndarray:
-    """Masks made by comparing positions, for several kernels that read them larger than they are: a byte per element.
-
-    Causal masks are among them, which all heads share. Where a kernel reads as many elements as the mask has, as of the
-    one-hot labels of a cross-entropy, it compares the positions itself. Signs of activations and dropout masks are
-    computed again.
-
-    Args:
-        root: per tensor, the tensor whose buffer a view reads.
-        several: per tensor, whether several kernels need it.
-        views: primitives whose result shares its operand's buffer.
-    """
-    counted, found = np.zeros(len(graph.tensors), bool), np.zeros(len(graph.tensors), bool)
-    for op in graph.ops:
-        if op.primitive not in ("iota", "broadcast_in_dim", "convert_element_type", *views, *COMPARISONS):
-            continue
-        positions = op.primitive == "iota" or any(counted[t] for t in op.inputs)
-        for t in op.outputs:
-            found[t] = positions and op.primitive in COMPARISONS
-            counted[t] = positions and not found[t]
-    needed = several.copy()
-    for op in graph.ops:
-        if op.primitive == "convert_element_type":  # as a number
-            needed[root[op.inputs[0]]] |= several[op.outputs[0]]
-    return found & needed & _read_larger(graph, views) & (root == np.arange(len(root)))
-
-
-def _read_larger(graph: Graph, views: Collection[str]) -> np.ndarray:
-    """Whether some kernel repeats a tensor, or what is computed from it element by element, along a dimension."""
-    found = np.zeros(len(graph.tensors), bool)
-    for op in reversed(graph.ops):
-        elementwise = op.primitive in ("and", "or", "not", "convert_element_type", *views)
-        for t in op.inputs:
-            larger = any(math.prod(graph.tensors[out].shape) > math.prod(graph.tensors[t].shape) for out in op.outputs)
-            repeats = larger and op.primitive in ("broadcast_in_dim", "select_n", "and", "or", "add", "mul")
-            found[t] |= repeats or (elementwise and any(found[out] for out in op.outputs))
-    return found
 
 
 def packed_masks(graph: Graph, fuses: Sequence[bool], views: Collection[str]) -> frozenset[int]:
@@ -115,8 +76,9 @@ def padded_for_several(
     The gradient of a slice, such as that of a sequence's first token, is as large as what was sliced.
 
     Args:
-        root, several: as for :func:`compared_positions`.
+        root: per tensor, the tensor whose buffer a view reads.
         stored: per tensor, whether it has a buffer anyway.
+        several: per tensor, whether several kernels need it.
         readers: per tensor, the operations that read it.
         fuses: per operation, whether it may be computed inside its reader.
     """
