@@ -197,7 +197,7 @@ def labelled(vocabulary: int = 1000, width: int = 64, **dense: Any) -> Any:
 
 
 def test_masks_of_an_accuracy_are_written_but_not_one_hot_labels() -> None:
-    """Keras's argmax looks for negative zeros, ours for what is no number: a bit per logit, before the backward pass."""
+    """Keras's argmax looks for negative zeros, ours for what is no number: a bit per logit, before backward."""
     for hardware, written in (("tpu-v5e", {"eq", "ne", "convert_element_type"}), ("h100", {"and"})):
         plan = plan_of(labelled(), {"data": 2}, hardware, batch_size=64)
         graph, buffers = plan.trail.graph, plan.trail.costs.buffers

@@ -20,8 +20,9 @@ from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op, Region
 from autoshard_ilp.ties import MIN_COPY_BYTES, may_anchor
 
 PLATFORMS = frozenset({"gpu"})
-"""Where gradients are put in their place. XLA:TPU's scheduler keeps to its memory limit by itself, and computes a product
-and its reduce-scatter in one kernel, which a look at the product would part: two Llama layers take 8 % more memory so."""
+"""Where gradients are put in their place. XLA:TPU's scheduler keeps to its memory limit by itself, and it computes a
+product and its reduce-scatter in one kernel, which a look at the product would part: two Llama layers take 8 % more
+memory so."""
 
 METRICS_FIRST = frozenset({"tpu"})
 """Where the backward pass waits for metrics."""
@@ -163,7 +164,7 @@ def _needed_after(graph: Graph, metric: Op, op: Op) -> frozenset[int] | None:
     """Operations after ``op`` that a metric needs, itself included; None where it cannot be computed before."""
     needed, reached = {metric.id}, [metric]
     for one in reached:  # grows on the way
-        if one.region or one.phase == "backward" or one.eqn is None and one.primitive not in (*VIEWS, "constant"):
+        if one.region or one.phase == "backward" or (one.eqn is None and one.primitive not in (*VIEWS, "constant")):
             return None
         for t in one.inputs:
             producer = graph.tensors[t].producer

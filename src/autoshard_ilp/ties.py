@@ -74,7 +74,7 @@ def beside(graph: Graph, op: Op, operand: int, known: Sequence[bool]) -> int | N
     Args:
         op: it, or the hub in front of it.
         operand: which one is left out.
-        known: per tensor, whether it is there from the start (:func:`autoshard_ilp.costs.combining.known_from_the_start`).
+        known: per tensor, whether it is there from the start (``costs/combining.py``).
 
     Returns:
         A tensor that something may wait for; None where there is none but what the step starts with: a weight's cast is

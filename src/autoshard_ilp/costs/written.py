@@ -1,8 +1,8 @@
 """What XLA writes although it would be cheap to compute again.
 
-On TPU masks of metrics and padded gradients, seen in programs compiled for v5e (docs/fidelity.md): where several kernels
-need them, they are written once. One-hot labels, signs of activations and dropout masks are computed again. On GPU the operand of an error function behind a product of merged dimensions,
-and the mask of an extreme.
+On TPU masks of metrics and padded gradients, seen in programs compiled for v5e (docs/fidelity.md): where several
+kernels need them, they are written once. One-hot labels, signs of activations and dropout masks are computed again. On
+GPU the operand of an error function behind a product of merged dimensions, and the mask of an extreme.
 """
 
 from __future__ import annotations
