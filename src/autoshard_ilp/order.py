@@ -7,6 +7,10 @@ elementwise next waits for the products before it that it does not depend on, by
 dependency that costs nothing (:mod:`autoshard_ilp.ties`): one device's own product is looked at before it is reduced
 over devices, so that no collective is waited for. But where unreduced gradients are large and their shards small, it is
 the shard that is waited for: else the scheduler would put off the reduce-scatter, and hold all that it is to add up.
+
+Nothing waits for a metric either. XLA:TPU computes the accuracy of a language model at the end of the step, and holds
+the logits and the masks of its ``argmax`` until then. So the backward pass waits for the metrics that reduce large
+arrays of the forward pass: what its first product reads is not known before they are.
 """
 
 from __future__ import annotations

@@ -273,7 +273,8 @@ def _hold_results(
         if m in account.given:
             numbers = graph.ops[m].params["dimension_numbers"].lhs_spec
             image, itemsize = graph.tensors[graph.ops[m].inputs[0]], table.precision.moved(graph, graph.ops[m], 0)
-            copied = [tiled_bytes(image.shape, itemsize, s.operands[0], sizes, numbers[:2]) for s in cls.strategies]
+            reads = [s.operands[0] for s in cls.strategies]
+            copied = [0 if r is None else tiled_bytes(image.shape, itemsize, r, sizes, numbers[:2]) for r in reads]
             span = int(buffers.time[m]), account.given[m] + 1, "activations", graph.ops[m].scope
             hold(np.array(copied), [span])
     if account.family != "gpu":
