@@ -21,11 +21,11 @@ from autoshard_ilp.costs.fold import LEAST_HALVED
 
 HALVED = "Memory binds: each half of the repeated layers decides for itself."
 
-LOOK_SHARE = 0.1
+LOOK_SHARE = 0.2
 """Of the time limit: what it may take to see that memory binds in the larger program, where that is expected."""
 
 PLAN_SHARE = 0.6
-"""Of the time left: what the larger program may take to find a good plan before the smaller one is tried."""
+"""Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
 
 
 class Priced(Protocol):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autoshard_ilp.program.constrained import Constrained
 
 STEPS = 12  # of the prices, at most
+WIDE_STEPS = 2  # .. of a net whose sweeps take long: the relaxation within a few strategies knows more
 WARM_STEPS = 1  # .. where prices are known for some rows
 CLOSE = 0.05  # of the gap: prices that near to the best are good enough
 ROUGH = 0.003  # relative gap, before any plan is known
@@ -94,7 +95,7 @@ class Closing:
             if self.fresh or self.proved or self.owner.stop():
                 break
             known = self.search.upper
-            wide = self.net.size()["cells"] > WIDE_CELLS  # where guesses rarely leave little
+            wide = self._wide()
             found = (self._few(known) if wide else None) or self._guess(above) or self._few(known)
             if found is None:
                 break
@@ -115,6 +116,10 @@ class Closing:
             bound = max(self.bound, self.search.lower)
             above = WIDEN * max(above, limit / bound - 1) if bound > 0 and math.isfinite(limit) else WIDEN * above
         return self.fresh
+
+    def _wide(self) -> bool:
+        """Whether the net is so large that guesses rarely leave little."""
+        return self.net.size()["cells"] > WIDE_CELLS
 
     def _begin(self) -> None:
         """Messages for the net as it is, at the best prices."""
@@ -157,7 +162,8 @@ class Closing:
         for x in (owner.relaxed, *owner.seen):
             self._cut(x)
         deadline = self._deadline(PRICES_SHARE)
-        for _ in range(STEPS if not self.prices.any() else WARM_STEPS):
+        steps = WARM_STEPS if self.prices.any() else WIDE_STEPS if self._wide() else STEPS
+        for _ in range(steps):
             self._move(now, current)
             now = current
             self._settle(RISE * self._gap())

@@ -14,9 +14,6 @@ from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import Net
 from autoshard_ilp.program.presolve import Presolve
 
-WIDE_GAP = 0.05
-"""A plan further than this from its bound is not a good one."""
-
 PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below this
 
 
@@ -29,7 +26,7 @@ class Search:
     began: float
     on_progress: Callable[[dict], None] | None
     cutoff: float = math.inf  # seconds: only cheaper plans are wanted
-    plan_seconds: float = math.inf  # for a good plan
+    plan_seconds: float = math.inf  # for any plan
     best: np.ndarray | None = None
     upper: float = field(init=False)  # of the best plan, or the cutoff
     lower: float = -math.inf
@@ -44,10 +41,9 @@ class Search:
 
     @property
     def deadline(self) -> float:
-        """Monotonic time at which the limit is reached: that for a good plan, until one is known."""
-        good = self.best is not None and self.upper - self.lower <= WIDE_GAP * abs(self.upper)
-        seconds = self.options.time_limit if good else min(self.options.time_limit, self.plan_seconds)
-        return self.began + seconds
+        """Monotonic time at which the limit is reached: that for any plan, until one is known."""
+        limit = self.options.time_limit
+        return self.began + (min(limit, self.plan_seconds) if self.best is None else limit)
 
     def tell(self, stage: str) -> None:
         """Report progress."""

@@ -79,8 +79,7 @@ def solve(
         rows: False ends the search where memory binds; ``report["relaxed"]`` is then an assignment that is the best
             without a capacity, or close to it, and does not fit.
         relaxed: such an assignment, where it is known; it need not be of this very program.
-        plan_seconds: seconds after which the search ends unless a good plan is known (within
-            :data:`~autoshard_ilp.program.search.WIDE_GAP`).
+        plan_seconds: seconds after which the search ends unless a plan is known.
         cutoff: seconds; only a cheaper assignment is wanted. Where none is, the answer has ``choices=None`` and a bound
             of ``cutoff``.
         on_progress: called with ``{"stage", "seconds", "objective", "lower_bound", "choices"}``.
