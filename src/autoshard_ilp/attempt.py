@@ -9,7 +9,7 @@ from typing import Any
 from autoshard_ilp.costs.overlap import overlap_notes
 from autoshard_ilp.errors import UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
-from autoshard_ilp.halving import solve_halved, within
+from autoshard_ilp.halving import Binds, solve_halved, within
 from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
 from autoshard_ilp.progress import Progress
@@ -68,7 +68,7 @@ def attempt(
     origin: Any = None,
     seconds: float = math.inf,
     cutoff: float = math.inf,
-    binds: bool = False,
+    binds: Binds = Binds.PERHAPS,
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
 

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -26,6 +27,14 @@ LOOK_SHARE = 0.2
 
 PLAN_SHARE = 0.6
 """Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
+
+
+class Binds(Enum):
+    """Whether memory binds, as far as is known beforehand."""
+
+    PERHAPS = 0
+    LIKELY = 1
+    SURELY = 2
 
 
 class Priced(Protocol):
@@ -57,7 +66,7 @@ def solve_halved(
     time_limit: float,
     clock: Callable[[], float] = time.monotonic,
     cutoff: float = math.inf,
-    binds: bool = False,
+    binds: Binds = Binds.PERHAPS,
 ) -> tuple[P, Any, tuple[str, ...]]:
     """Solves a program and, where memory binds, the one with two decisions per repeated layer instead.
 
@@ -67,7 +76,8 @@ def solve_halved(
         time_limit: seconds for everything.
         clock: seconds that only grow.
         cutoff: objective, in seconds, that ``solve`` only wants a better plan for.
-        binds: whether memory is expected to bind, so that the larger program is looked at first.
+        binds: where memory is likely to bind, the larger program is looked at first; where it surely does, it is solved
+            at once.
 
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
@@ -81,10 +91,12 @@ def solve_halved(
         known = found.status in ("infeasible", "optimal") or found.lower_bound >= cutoff
         return bool(known or found.report.get("interrupted") or left() <= 0)
 
-    for halved in (True, False) if binds else (False,):
+    for halved in (False,) if binds is Binds.PERHAPS else (True, False):
         one = make(halved)
         if not splittable(one):
             return one, solve(one, None, left()), ()
+        if binds is Binds.SURELY:
+            return one, solve(one, None, left(), relaxed=cheapest(one.program)), (HALVED,)
         first = solve(one, None, LOOK_SHARE * time_limit if halved else left(), rows=False)
         relaxed = first.report.pop("relaxed", None)
         if relaxed is not None or over(first):
@@ -105,6 +117,11 @@ def splittable(problem: Priced) -> bool:
     """Whether there is a capacity, and repeated layers whose decision is, or may be, halved."""
     enough = problem.table.halved or any(len(c.members) >= LEAST_HALVED for c in problem.table.classes)
     return enough and problem.program.capacity is not None
+
+
+def cheapest(program: Any) -> np.ndarray:
+    """Each node's cheapest strategy by itself: no plan, but it holds most when plans do."""
+    return np.array([int(np.argmin(node.costs)) for node in program.nodes], np.int64)
 
 
 def start_of(tied: Any, fine: Any, choices: np.ndarray) -> np.ndarray:

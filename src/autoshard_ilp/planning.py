@@ -8,6 +8,7 @@ from typing import Any
 
 from autoshard_ilp.agreement import facts_of_step, planned_once
 from autoshard_ilp.attempt import Failure, attempt
+from autoshard_ilp.halving import Binds
 from autoshard_ilp.infeasible import infeasible
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import together
@@ -44,16 +45,20 @@ def plan_traced(
 def _search(
     traced: Any, request: Request, progress: Progress, policies: Sequence[str], step: Callable[[str], Step]
 ) -> Plan:
-    binds = False
+    tight, bound = False, False  # something did not fit; all blocks recompute and memory binds nevertheless
 
     def tried(policy: str, seconds: float, cutoff: float) -> Plan | Failure:
-        nonlocal binds
+        nonlocal tight, bound
         with progress.stage("graph"):
             graph = step(policy)
         known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds, "cutoff": cutoff}
+        between = policy not in policies
+        binds = Binds.SURELY if bound and between else Binds.LIKELY if tight else Binds.PERHAPS
         answer = attempt(graph, traced, request, progress, binds=binds, **known)
-        binds = binds or isinstance(answer, Failure) or memory_share(answer) > 0
-        return answer if isinstance(answer, Plan) or policy in policies else answer.without_tables()
+        if not between:
+            bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0
+            tight = tight or bound or isinstance(answer, Failure)
+        return answer.without_tables() if between and isinstance(answer, Failure) else answer
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
     found = search(policies, tried, blocks, limit, share=recomputed_share, dear=memory_share)

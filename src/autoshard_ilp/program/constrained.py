@@ -23,6 +23,7 @@ from autoshard_ilp.program.search import Search
 
 CELLS = 20_000
 SMALL = 3000
+MUCH = 0.3  # of the largest excess over the capacity
 FIRST_PRICE = 0.1  # of the relaxed cost per capacity
 
 
@@ -31,7 +32,7 @@ class Constrained:
 
     Args:
         search: shared state; ``search.program.capacity`` is set.
-        relaxed: an assignment near the optimum without memory, which exceeds the capacity somewhere.
+        relaxed: an assignment that exceeds the capacity where memory binds, such as the optimum without memory.
         room: what the capacity leaves of each node and edge by itself (has run).
     """
 
@@ -61,7 +62,8 @@ class Constrained:
 
     def first_price(self) -> float:
         """Seconds per byte: a price of the right order."""
-        return FIRST_PRICE * max(abs(self.program.cost(self.relaxed)), 1e-30) / max(1, self.capacity)
+        cost = self.program.cost(self.relaxed)
+        return FIRST_PRICE * max(abs(cost if math.isfinite(cost) else self.search.lower), 1e-30) / max(1, self.capacity)
 
     def drop(self, ruled_out: dict[int, np.ndarray]) -> None:
         """Leave strategies out for good: no plan cheaper than the best known uses them."""
@@ -71,8 +73,8 @@ class Constrained:
 
     def run(self) -> bool:
         """True when proved infeasible."""
-        fresh = violated_times(self.program, self.relaxed, self.capacity, set())
-        if fresh and self.search.best is None:
+        fresh = self._first_times()
+        if fresh and math.isinf(self.search.upper):
             # What the worst moment needs at least, costs aside: often proves at once that nothing fits.
             weights = np.zeros(int(np.max(self.program.lifetimes.end)))
             weights[fresh[0]] = 1.0
@@ -82,7 +84,7 @@ class Constrained:
                 return True
             if least is not None:
                 self.remember(least)
-                self.offer(least)
+                fresh += [t for t in self.offer(least)[:1] if t not in fresh]  # where a plan gets into other trouble
         while fresh and not self.stop():
             self.rows += [self.owners.row(t) for t in fresh]
             self.search.report["rows"] = len(self.rows)
@@ -91,6 +93,12 @@ class Constrained:
             except EmptyNodeError:
                 return self.search.nothing_below()
         return False
+
+    def _first_times(self) -> list[int]:
+        """The worst moments of the relaxed plan: what exceeds by little vanishes with what exceeds by much."""
+        times = violated_times(self.program, self.relaxed, self.capacity, set())
+        excess = self.program.usage_over_time(self.relaxed) - self.capacity
+        return [t for t in times if excess[t] >= MUCH * excess[times[0]]]
 
     def first_plan(self) -> list[int]:
         """Look for any plan that fits, by least peak; times to add as rows. EmptyNodeError: proved that none fits."""

@@ -78,7 +78,7 @@ def solve(
         hint: a known assignment, used as a start when it is feasible.
         rows: False ends the search where memory binds; ``report["relaxed"]`` is then an assignment that is the best
             without a capacity, or close to it, and does not fit.
-        relaxed: such an assignment, where it is known; it need not be of this very program.
+        relaxed: such an assignment, where it is known, or any other that shows at which moments memory binds.
         plan_seconds: seconds after which the search ends unless a plan is known.
         cutoff: seconds; only a cheaper assignment is wanted. Where none is, the answer has ``choices=None`` and a bound
             of ``cutoff``.
@@ -233,6 +233,5 @@ def _solve_with_rows(search: Search, rows: bool, relaxed: np.ndarray | None) -> 
 
 
 def _too_large(program: Program, choices: np.ndarray) -> bool:
-    """Whether an assignment is finite and exceeds the capacity."""
-    capacity = program.capacity
-    return capacity is not None and math.isfinite(program.cost(choices)) and program.peak(choices) > capacity
+    """Whether an assignment exceeds the capacity."""
+    return program.capacity is not None and program.peak(choices) > program.capacity
