@@ -11,7 +11,6 @@ V. Kolmogorov, IEEE PAMI 37 (2015), "A new look at reweighted message passing".
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,19 +22,6 @@ from autoshard_ilp.program.kernels import Flat
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Net, segment_min
 
 SAFETY = 1e-10  # relative to the plan's cost: no strategy is removed within float noise of the best plan
-
-
-@functools.cache
-def load_kernels() -> None:
-    """Compile the kernels, or read them from Numba's cache, before a clock starts: seconds, once per machine."""
-    net = Net(2)
-    for v in (0, 1):
-        net.set_cost(v, np.zeros(2))
-    net.add(Factor((0, 1), (np.arange(2), np.arange(2)), np.zeros((2, 2))))
-    messages = Messages(net)
-    messages.sweep(1.0)
-    messages.improve(messages.decode())
-    messages.totals()
 
 
 def _starts(sizes: Iterable[int]) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard_ilp._ortools import load_cp_model
 from autoshard_ilp.errors import InfeasibleError
-from autoshard_ilp.program.bounds import load_kernels
+from autoshard_ilp.program.compiled import load_kernels
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, minimise_peak
 from autoshard_ilp.program.memory import Owners, Row

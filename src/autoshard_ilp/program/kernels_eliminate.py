@@ -127,3 +127,36 @@ def min_sum_used(
                 elif kept[r, i, j] != least[r, j]:
                     return False
     return True
+
+
+@njit(cache=True)
+def add_worst_difference(rows: np.ndarray, label: np.ndarray, total: np.ndarray) -> None:
+    """Add to ``total[s, t]`` the least of ``rows[label[s]] - rows[label[t]]`` over the columns.
+
+    Columns where the first is infinite do not count; where only the second is, or where infinities of both signs meet,
+    the sum becomes minus infinity.
+    """
+    labels, columns = rows.shape
+    known = np.zeros((labels, labels), np.bool_)
+    least = np.empty((labels, labels))
+    for s in range(len(label)):
+        for t in range(len(label)):
+            a, b = label[s], label[t]
+            if not known[a, b]:
+                known[a, b] = True
+                low = INF
+                for c in range(columns):
+                    x = rows[a, c]
+                    if x == INF:
+                        continue
+                    y = rows[b, c]
+                    if y == INF:
+                        low = -INF
+                        break
+                    low = min(low, x - y)
+                least[a, b] = low
+            low = least[a, b]
+            if low == -INF or total[s, t] == -INF:
+                total[s, t] = -INF
+            else:
+                total[s, t] += low

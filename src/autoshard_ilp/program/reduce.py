@@ -15,9 +15,7 @@ from autoshard_ilp.program import kernels_eliminate
 from autoshard_ilp.program.net import Factor, Net, Record, joint_labels
 
 NO_BYTES = 2**55  # stands for "no finite cell" inside a minimum, never in a result
-CHUNK_CELLS = 2_000_000  # memory of one vectorised piece of an elimination
 DOMINANCE_CELLS = 300_000  # skip comparisons that cost more than this; bounds do the work there
-HUGE = 1e300  # inside a difference, never in a result
 ROUNDING = 1e-14  # relative; differences below are float noise of sums
 
 
@@ -179,20 +177,6 @@ def fold_single(net: Net, v: int) -> list[int]:
     return touched
 
 
-def _worst_difference(rows: np.ndarray) -> np.ndarray:
-    """D[a, b] = min over columns of rows[a] - rows[b], where inf - inf counts as +inf."""
-    columns = np.ascontiguousarray(rows.T)  # the reduction runs over the first axis: whole planes at a time
-    taken = columns if np.isfinite(columns).all() else np.where(np.isfinite(columns), columns, HUGE)
-    step = max(1, CHUNK_CELLS // max(1, len(rows) ** 2))
-    out = np.full((len(rows), len(rows)), np.inf)
-    for begin in range(0, len(columns), step):
-        part = slice(begin, begin + step)
-        np.minimum(out, (columns[part, :, None] - taken[part, None, :]).min(axis=0), out=out)
-    if taken is not columns:
-        out[out < -HUGE / 2] = -np.inf
-    return out
-
-
 def dominated(net: Net, v: int) -> np.ndarray:
     """Strategies of ``v`` that another strategy beats whatever the neighbours choose (Goldstein's criterion).
 
@@ -208,25 +192,24 @@ def dominated(net: Net, v: int) -> np.ndarray:
         return alive[:0]
     worse = cost[:, None] - cost[None, :]
     noise = ROUNDING * (np.abs(cost)[:, None] + np.abs(cost)[None, :])
+    for number in net.incident[v]:
+        f = net.factors[number]
+        k = f.axis(v)
+        kernels_eliminate.add_worst_difference(np.ascontiguousarray(rows_of(f.table, k)), f.labels[k][alive], worse)
+        if int((worse >= -noise).sum()) <= len(alive):  # only the diagonal: no pair is left
+            return alive[:0]
     freed = np.zeros((len(net.base), len(alive), len(alive)))  # bytes per row that s holds above t, at least
     if net.used[v] is not None:
         own = net.used[v][:, alive]  # type: ignore[index]
         freed += own[:, :, None] - own[:, None, :]
     for number in net.incident[v]:
         f = net.factors[number]
-        k = f.axis(v)
-        difference = _worst_difference(rows_of(f.table, k))
-        lab = f.labels[k][alive]
         if f.used is not None:
-            finite = np.isfinite(f.table)
-            for r, own in enumerate(f.used):
-                more = _worst_difference(rows_of(np.where(finite, own, np.inf), k))[lab[:, None], lab[None, :]]
-                freed[r] += np.where(np.isfinite(more), more, np.where(more > 0, NO_BYTES, -NO_BYTES))
-        with np.errstate(invalid="ignore"):
-            worse = worse + difference[lab[:, None], lab[None, :]]
-        worse[np.isnan(worse)] = -np.inf  # +inf of one factor and -inf of another: not comparable
-        if int((worse >= -noise).sum()) <= len(alive):  # only the diagonal: no pair is left
-            return alive[:0]
+            k = f.axis(v)
+            held = np.where(np.isfinite(f.table), f.used, np.inf)
+            for more, table in zip(freed, held, strict=True):
+                rows = np.ascontiguousarray(rows_of(table, k))
+                kernels_eliminate.add_worst_difference(rows, f.labels[k][alive], more)
     if len(freed):
         worse[(freed < 0).any(axis=0)] = -np.inf
     beats = worse >= -noise

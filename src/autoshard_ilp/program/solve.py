@@ -16,6 +16,7 @@ import numpy as np
 
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.program.capacity import Room
+from autoshard_ilp.program.compiled import load_kernels
 from autoshard_ilp.program.constrained import Constrained
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_net
@@ -92,6 +93,7 @@ def solve(
         InputShapeError: malformed arrays.
     """
     check(program, hint)
+    load_kernels()
     search = Search(program, options, time.monotonic(), on_progress, cutoff, plan_seconds)
     if hint is not None:
         search.offer(np.asarray(hint, np.int64))

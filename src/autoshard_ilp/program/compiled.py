@@ -1,0 +1,37 @@
+"""The compiled kernels, ready before a clock starts: compiling them takes seconds, once per machine."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program.net import Factor, Net
+from autoshard_ilp.program.presolve import Presolve
+from autoshard_ilp.program.reduce import dominated
+
+
+@functools.cache
+def load_kernels() -> None:
+    """Compile the kernels, or read them from Numba's cache, by solving something very small."""
+    for rows in (0, 1):
+        net = _two_nodes(rows)
+        dominated(net, 0)
+        Presolve(net.copy()).run()
+        messages = Messages(net)
+        messages.sweep(1.0)
+        messages.improve(messages.decode())
+        messages.totals()
+
+
+def _two_nodes(rows: int) -> Net:
+    """Two nodes of which none beats another, so that nothing is done before the kernels are reached."""
+    net = Net(2, rows)
+    for v in (0, 1):
+        net.set_cost(v, np.zeros(2))
+        if rows:
+            net.add_used(v, np.array([[0, 1]]))
+    table = 1.0 - np.eye(2)
+    net.add(Factor((0, 1), (np.arange(2), np.arange(2)), table, np.ones((rows, 2, 2), np.int64) if rows else None))
+    return net
