@@ -29,7 +29,7 @@ from autoshard_ilp.program.prices import PricedRows, model_maximiser
 if TYPE_CHECKING:
     from autoshard_ilp.program.constrained import Constrained
 
-STEPS = 12  # of the prices, at most
+STEPS = 6  # of the prices, at most
 WIDE_STEPS = 2  # .. of a net whose sweeps take long: the relaxation within a few strategies knows more
 WARM_STEPS = 1  # .. where prices are known for some rows
 CLOSE = 0.05  # of the gap: prices that near to the best are good enough
