@@ -29,6 +29,7 @@ from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
+from autoshard_ilp.inplace import waiting_updates
 from autoshard_ilp.order import order_of
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
 from autoshard_ilp.sharding import (
@@ -135,6 +136,8 @@ class _Plan:
         platform = compat.platform_of(mesh)
         self.gradients = _gradients(graph) if platform == "tpu" else frozenset()
         self.order = order_of(graph, platform)
+        self.updates = waiting_updates(graph, platform)
+        self.readers = frozenset(wait.reader for wait in self.updates.values())
         self.schedule = [self.order.of(items) for items in graph.schedule()]
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
         self._latest: dict[int, int] | None = None
@@ -392,12 +395,18 @@ class _Run:
             self.note_computed(op, frame)
 
     def note_computed(self, op: Op, frame: _Frame) -> None:
-        """Remembers how to wait for a metric, or a gradient that was not looked at before its reduction."""
-        if op.id not in self.plan.order.gradients or op.id in frame.computed:
+        """Remembers how to wait for a metric, for the last reader of a variable, or for a gradient that was not looked
+        at before its reduction."""
+        reads_last = op.id in self.plan.readers
+        if not (reads_last or op.id in self.plan.order.gradients) or op.id in frame.computed:
             return
         value, at = frame.get(op.outputs[0]), self.plan.sharding(op.outputs[0])
         sums, alone = self.partial_sums(op)
-        if at is not None and (alone or not sums or op.phase == "update") and ties.is_even(at, value.shape):
+        if (
+            at is not None
+            and (alone or not sums or reads_last or op.phase == "update")
+            and ties.is_even(at, value.shape)
+        ):
             frame.computed[op.id] = ties.never(value, at.spec, self.plan.mesh)
 
     def partial_sums(self, op: Op) -> tuple[bool, bool]:
@@ -414,7 +423,12 @@ class _Run:
         return bool(sums), any(result[axis] >= 0 for axis in sums) and held > THRESHOLD_BYTES
 
     def in_order(self, frame: _Frame, op: Op, i: int, value: Any) -> Any:
-        """Operand i of ``op``, not to be had before the weight gradients that come before it."""
+        """Operand i of ``op``, not to be had before the weight gradients that come before it, or before a variable was
+        read for the last time."""
+        wait = self.plan.updates.get((op.id, i))
+        known = None if wait is None else frame.computed.get(wait.reader)
+        if wait is not None and known is not None and not self.partial_sums(self.graph.ops[wait.product])[0]:
+            value = ties.tied(value, known)
         for gradient in self.plan.order.waits.get((op.id, i), ()):
             known = frame.computed.get(gradient)
             if known is not None:
