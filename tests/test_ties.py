@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard_ilp.apply import Decisions, planned_function
+from autoshard_ilp.costs.combining import known_from_the_start
 from autoshard_ilp.graph import build_graph, insert_hubs
 from autoshard_ilp.remat import rematerialise
-from autoshard_ilp.ties import anchors, is_even, never, tied
+from autoshard_ilp.ties import anchors, beside, is_even, never, tied
 from autoshard_ilp.verify import compile_only_mesh, parse_target
 from compiled import needs_cuda
 
@@ -44,6 +45,21 @@ def graph_of(policy: str) -> Any:
     paths = [f"w{i}" for i in range(2 * LAYERS)] + ["x"]
     graph = build_graph(jaxpr, argument_paths=paths, result_paths=[f"r{i}" for i in range(n_results)])
     return insert_hubs(rematerialise(graph, policy))
+
+
+def test_nothing_waits_for_a_weight_which_is_there_from_the_start() -> None:
+    """A product of an activation and a cast weight: the weight may wait for the activation, not the other way round."""
+
+    def product(w: Any, x: Any) -> Any:
+        return jnp.tanh(x).astype("bfloat16") @ w.astype("bfloat16") @ w.astype("bfloat16")
+
+    square = jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")
+    graph = build_graph(jax.make_jaxpr(product)(square, square), argument_paths=["w", "x"], result_paths=["r"])
+    known = known_from_the_start(graph)
+    first, second = (op for op in graph.ops if op.primitive == "dot_general")
+    assert beside(graph, second, 1, known) == first.outputs[0]
+    assert beside(graph, second, 0, known) is None
+    assert beside(graph, first, 0, known) is None
 
 
 def compiled(policy: str, mesh: Mesh, options: dict[str, Any]) -> Any:
