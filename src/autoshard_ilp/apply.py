@@ -133,7 +133,7 @@ class _Plan:
     ) -> None:
         self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
         self.marked = marked
-        platform = compat.platform_of(mesh)
+        self.platform = platform = compat.platform_of(mesh)
         self.gradients = _gradients(graph) if platform == "tpu" else frozenset()
         self.order = order_of(graph, platform)
         self.updates = waiting_updates(graph, platform)
@@ -194,13 +194,15 @@ class _Plan:
     def anchor(self, op: Op) -> int | None:
         """The gradient that the backward pass has reached before ``op`` may run (:func:`ties.anchors`)."""
         if self._latest is None:
-            self._latest = ties.anchors(self.graph)
+            self._latest = ties.anchors(self.graph, self.platform)
         return self._latest.get(op.id)
 
     def known(self) -> list[bool]:
-        """Per tensor, whether it is there from the start."""
+        """Per tensor, whether nothing should wait for it, since it is there from the start: on TPU, where the cast of a
+        weight is written for the look at it. XLA:GPU begins later what waits for a cast."""
         if self._known is None:
-            self._known = known_from_the_start(self.graph)
+            tpu = self.platform == "tpu"
+            self._known = known_from_the_start(self.graph) if tpu else [False] * len(self.graph.tensors)
         return self._known
 
     def sharding(self, tensor: int) -> NamedSharding | None:

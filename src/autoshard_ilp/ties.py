@@ -35,17 +35,20 @@ MIN_COPY_BYTES = 2**20
 """Smaller copies of activations may be made when the compiler likes."""
 
 
-def anchors(graph: Graph) -> dict[int, int]:
+def anchors(graph: Graph, platform: str = "") -> dict[int, int]:
     """Per op of the backward pass, hub and recompute op, the gradient that the backward pass has reached before it.
 
     It is the deepest tensor that the backward pass has written to memory before the op, in the op's own region. Depth,
     not program order, says what depends on the loss: a transposed weight in the backward pass does not. A gradient
-    that only an update reads is passed over where another is at hand, since its collective need not have ended.
+    that only an update reads is passed over where another is at hand, since its collective need not have ended; on TPU
+    also one that is converted for it, since a product that is looked at is written.
     """
     depth = [0] * len(graph.tensors)
     constant = [t.literal is not None for t in graph.tensors]
     stored = analyse(graph).stored
-    read_later = _read_in_backward(graph)
+    read_later = _read_in_backward(
+        graph, only_updates_read(graph) if platform == "tpu" else [False] * len(graph.tensors)
+    )
     deepest: dict[int, tuple[tuple[bool, int], int]] = {}  # region -> (rank of the candidate, tensor)
     found: dict[int, int] = {}
     for op in graph.ops:
@@ -97,9 +100,9 @@ def beside(graph: Graph, op: Op, operand: int, known: Sequence[bool]) -> int | N
     return None
 
 
-def _read_in_backward(graph: Graph) -> list[bool]:
-    """Whether the backward pass computes something from a tensor, or from a view of it, that not only updates read."""
-    read, only = [False] * len(graph.tensors), only_updates_read(graph)
+def _read_in_backward(graph: Graph, only: Sequence[bool]) -> list[bool]:
+    """Whether the backward pass computes something from a tensor, or from a view of it, but for what is in ``only``."""
+    read = [False] * len(graph.tensors)
     for op in reversed(graph.ops):
         if op.phase == "backward" and (op.primitive not in VIEWS or any(read[t] for t in op.outputs)):
             for t in () if op.outputs and all(only[t] for t in op.outputs) else op.inputs:
