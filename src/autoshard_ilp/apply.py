@@ -199,7 +199,7 @@ class _Plan:
 
     def known(self) -> list[bool]:
         """Per tensor, whether nothing should wait for it, since it is there from the start: on TPU, where the cast of a
-        weight is written for the look at it. XLA:GPU begins later what waits for a cast."""
+        weight is written for the look at it. Other compilers were not tried so."""
         if self._known is None:
             tpu = self.platform == "tpu"
             self._known = known_from_the_start(self.graph) if tpu else [False] * len(self.graph.tensors)
