@@ -56,7 +56,7 @@ def planned(graph: Graph, mesh: Mesh, rows: int) -> Any:
             layouts[op.id, j] = (0,) if graph.tensors[t].shape[:1] == (rows,) else (-1,)
     run = planned_function(graph, Decisions(results=layouts), mesh, ("data",))
     whole, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-    return jax.jit(run, in_shardings=(*[whole] * (2 * LAYERS), by_row))
+    return jax.jit(run, in_shardings=(*[whole] * (len(graph.arguments) - 1), by_row))
 
 
 def cpu_mesh() -> Mesh:
@@ -152,17 +152,6 @@ def test_waiting_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
-def classifier(graph: Graph, mesh: Mesh, rows: int) -> Any:
-    """The labelled step, its batch sharded over the mesh."""
-    layouts = {}
-    for op in graph.ops:
-        for j, t in enumerate(op.outputs):
-            layouts[op.id, j] = (0,) if graph.tensors[t].shape[:1] == (rows,) else (-1,)
-    run = planned_function(graph, Decisions(results=layouts), mesh, ("data",))
-    whole, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-    return jax.jit(run, in_shardings=(*[whole] * (len(graph.arguments) - 1), by_row))
-
-
 def test_waiting_for_metrics_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 2048
     graph, shapes = labelled_step(rows, (64, 128, 256))
@@ -171,7 +160,7 @@ def test_waiting_for_metrics_changes_no_value(monkeypatch: pytest.MonkeyPatch) -
     found = []
     for platforms in (frozenset(), frozenset({"cpu"})):
         monkeypatch.setattr(order, "METRICS_FIRST", platforms)
-        jitted = classifier(graph, cpu_mesh(), rows)
+        jitted = planned(graph, cpu_mesh(), rows)
         found.append((jitted(*args), jitted.lower(*args).as_text()))
     (plain, text), (waiting, text_waiting) = found
     assert text_waiting.count("stablehlo.select") > text.count("stablehlo.select")

@@ -29,7 +29,7 @@ literals); a branch also reads those of the region around its ``cond`` directly.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -159,6 +159,14 @@ class Graph:
             tuple(t.dtype for t in outs),
             op.params,
         )
+
+    def behind(self, tensor: int, through: Collection[str]) -> int:
+        """The tensor that ``tensor`` is made of by nothing but operations whose primitive is in ``through``."""
+        producer = self.tensors[tensor].producer
+        while producer is not None and self.ops[producer].primitive in through:
+            tensor = self.ops[producer].inputs[0]
+            producer = self.tensors[tensor].producer
+        return tensor
 
     def networkx(self) -> nx.DiGraph:
         """The graph as a ``networkx.DiGraph``, built on demand.

@@ -88,8 +88,6 @@ def _last_readers(graph: Graph) -> dict[int, int]:
 
 def _product_behind(graph: Graph, tensor: int) -> int | None:
     """The product of the backward pass whose result a tensor is, cast or moved at most."""
-    producer = graph.tensors[tensor].producer
-    while producer is not None and graph.ops[producer].primitive in (*VIEWS, "convert_element_type"):
-        producer = graph.tensors[graph.ops[producer].inputs[0]].producer
+    producer = graph.tensors[graph.behind(tensor, (*VIEWS, "convert_element_type"))].producer
     made = None if producer is None else graph.ops[producer]
     return made.id if made is not None and made.primitive in PRODUCTS and made.phase == "backward" else None

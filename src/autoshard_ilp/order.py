@@ -151,9 +151,7 @@ def _before_backward_products(graph: Graph) -> tuple[Op, int] | None:
         if product.params.get("recomputed"):
             continue
         for t in product.inputs:
-            producer = graph.tensors[t].producer
-            while producer is not None and graph.ops[producer].primitive in VIEWS:
-                producer = graph.tensors[graph.ops[producer].inputs[0]].producer
+            producer = graph.tensors[graph.behind(t, VIEWS)].producer
             made = None if producer is None else graph.ops[producer]
             if made is None or made.phase != "backward" or made.region or not fusible(made) or made.eqn is None:
                 continue

@@ -88,11 +88,8 @@ def beside(graph: Graph, op: Op, operand: int, known: Sequence[bool]) -> int | N
         readers = graph.tensors[op.outputs[0]].consumers
         first, at = readers[0] if readers else (op.id, 0)
         others = [t for i, t in enumerate(graph.ops[first].inputs) if i != at]
-    for t in others:
+    for t in (graph.behind(other, VIEWS) for other in others):
         producer = graph.tensors[t].producer
-        while producer is not None and graph.ops[producer].primitive in VIEWS:
-            t = graph.ops[producer].inputs[0]
-            producer = graph.tensors[t].producer
         made = None if producer is None else graph.ops[producer]
         here = made is not None and made.primitive not in ("argument", "constant") and made.region == op.region
         if here and not known[t] and may_anchor(graph, t):

@@ -54,8 +54,8 @@ class _Account:
         self.labels: list[str] = []
         self.stacks: list[int] = []  # lifetimes of what loops stack up
         self.ahead: list[int] = []  # lifetimes of gathered copies of what the step starts with
-        self.known = known_from_the_start(table.graph)
         self.family = getattr(table.profile, "family", "")
+        self.known = known_from_the_start(table.graph) if self.family == "tpu" else ()
         self.gathered = gathered_together(table.graph, table.buffers, self.family)
         self.reduced = reduced_together(table.graph, table.buffers, self.family)
         self.images = through_convolutions(table.graph) if self.family == "tpu" else {}
@@ -139,7 +139,7 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
         for op_id, operand in flow.uses:
             start, end = _copy_lifetime(table, flow, op_id)
             start = min(start, account.gathered.get(table.graph.ops[op_id].inputs[operand], start))
-            if account.known[table.graph.ops[op_id].inputs[operand]]:
+            if account.known and account.known[table.graph.ops[op_id].inputs[operand]]:
                 account.ahead.append(len(account.rows))
             account.hold(True, index, start, end, "gathered", _label(table, op_id, operand))
             if account.family == "gpu" and table.graph.ops[op_id].primitive == "loop_slice":

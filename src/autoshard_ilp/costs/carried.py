@@ -30,7 +30,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard_ilp.costs.onchip import large_only
+from autoshard_ilp.costs.onchip import LargeParts
 from autoshard_ilp.program.model import Lifetimes, Program
 
 
@@ -67,12 +67,7 @@ def count_twice(
         doubled = (by_stack if stacked[i] else False) | (~by_stack if not seen[i] else False)
         more += [(i, a, b) for a, b in _runs(np.broadcast_to(doubled, horizon), int(lt.start[i]), int(lt.end[i]))]
     of, start, end = (np.array(column, np.int64) for column in zip(*more, strict=True))
-    lifetimes = Lifetimes(
-        np.concatenate([lt.is_edge, lt.is_edge[of]]),
-        np.concatenate([lt.owner, lt.owner[of]]),
-        np.concatenate([lt.start, start]),
-        np.concatenate([lt.end, end]),
-    )
+    lifetimes = lt.followed_by(lt.is_edge[of], lt.owner[of], start, end)
     more_categories, more_labels = (categories[i] for i in of), (labels[i] for i in of)
     return replace(program, lifetimes=lifetimes), (*categories, *more_categories), (*labels, *more_labels)
 
@@ -92,27 +87,14 @@ def count_gathers_twice(
     Returns:
         The program, and categories and labels of all its lifetimes.
     """
-    lt, edges = program.lifetimes, list(program.edges)
-    known: dict[int, int | None] = {}
-    found = []
-    for i in gathers if vector_bytes else ():
-        owner = int(lt.owner[i])
-        if owner not in known:
-            edge = large_only(program, True, owner, vector_bytes // 2)
-            known[owner] = None if edge is None else len(edges)
-            edges += [] if edge is None else [edge]
-        if known[owner] is not None:
-            found.append((i, known[owner]))
+    lt, large = program.lifetimes, LargeParts(program, vector_bytes // 2)
+    numbered = [(i, large.edge(True, int(lt.owner[i]))) for i in gathers] if vector_bytes else []
+    found = [(i, edge) for i, edge in numbered if edge is not None]
     if not found:
         return program, tuple(categories), tuple(labels)
     of, owners = (np.array(column, np.int64) for column in zip(*found, strict=True))
-    lifetimes = Lifetimes(
-        np.concatenate([lt.is_edge, np.ones(len(of), bool)]),
-        np.concatenate([lt.owner, owners]),
-        np.concatenate([lt.start, lt.start[of]]),
-        np.concatenate([lt.end, lt.end[of]]),
-    )
-    more = replace(program, edges=tuple(edges), lifetimes=lifetimes)
+    lifetimes = lt.followed_by(np.ones(len(of), bool), owners, lt.start[of], lt.end[of])
+    more = replace(program, edges=tuple(large.edges), lifetimes=lifetimes)
     return more, (*categories, *(categories[i] for i in of)), (*labels, *(labels[i] for i in of))
 
 

@@ -163,10 +163,7 @@ def _is_biased_relu(graph: Graph, root: np.ndarray, op: Op, tensor: int) -> bool
         return graph.tensors[t].literal is not None or not graph.tensors[t].shape
 
     def bias(t: int) -> bool:
-        producer = graph.tensors[t].producer
-        while producer is not None and graph.ops[producer].primitive in (*VIEWS, "broadcast_in_dim"):
-            t = graph.ops[producer].inputs[0]
-            producer = graph.tensors[t].producer
+        t = graph.behind(t, (*VIEWS, "broadcast_in_dim"))
         return sum(n > 1 for n in graph.tensors[t].shape) <= 1
 
     if op.primitive != "max" or not any(constant(t) for t in op.inputs):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.program.model import Edge, Lifetimes, Program
+from autoshard_ilp.program.model import Edge, Program
 
 USUAL, MOST = 6, 7
 """Eighths of the vector memory: what short-lived buffers take as a rule, and what one alone may take. Compiled steps
@@ -48,32 +48,40 @@ def keep_on_chip(
     if not size or len(program.nodes) < 2 or not len(lt.owner):
         return program, tuple(categories), tuple(labels)
     stays = lt.end >= horizon
-    edges, known, large = list(program.edges), {}, []
-    for i in np.flatnonzero(~stays):
-        key = bool(lt.is_edge[i]), int(lt.owner[i])
-        if key not in known:
-            edge = large_only(program, *key, size * MOST // USUAL)
-            known[key] = None if edge is None else len(edges)
-            edges += [] if edge is None else [edge]
-        if known[key] is not None:
-            large.append((known[key], int(lt.start[i]), int(lt.end[i]), int(i)))
-    owner, start, end, of = (
-        (np.array(column, np.int64) for column in zip(*large, strict=True)) if large else [_NONE] * 4
-    )
-    lifetimes = Lifetimes(
-        np.concatenate([lt.is_edge, np.ones(len(owner), bool)]),
-        np.concatenate([lt.owner, owner]),
-        np.concatenate([lt.start, horizon + start]),
-        np.concatenate([np.where(stays, 2 * horizon if large else horizon, lt.end), horizon + end]),
-    )
-    more = replace(program, edges=tuple(edges), lifetimes=lifetimes, on_chip_bytes=size, on_chip_instants=horizon - 1)
+    parts = LargeParts(program, size * MOST // USUAL)
+    numbered = [(int(i), parts.edge(bool(lt.is_edge[i]), int(lt.owner[i]))) for i in np.flatnonzero(~stays)]
+    large = [(i, edge) for i, edge in numbered if edge is not None]
+    of, owner = np.array(large, np.int64).reshape(-1, 2).T
+    held = replace(lt, end=np.where(stays, 2 * horizon if large else horizon, lt.end))
+    lifetimes = held.followed_by(np.ones(len(of), bool), owner, horizon + lt.start[of], horizon + lt.end[of])
+    edges = tuple(parts.edges)
+    more = replace(program, edges=edges, lifetimes=lifetimes, on_chip_bytes=size, on_chip_instants=horizon - 1)
     return more, (*categories, *(categories[i] for i in of)), (*labels, *(labels[i] for i in of))
 
 
-_NONE = np.zeros(0, np.int64)
+class LargeParts:
+    """The bytes of owners where they are more than ``size``, as further edges of a program that cost nothing.
+
+    Attributes:
+        edges: the program's, and those asked for so far.
+    """
+
+    def __init__(self, program: Program, size: int) -> None:
+        self.program, self.size = program, size
+        self.edges = list(program.edges)
+        self._known: dict[tuple[bool, int], int | None] = {}
+
+    def edge(self, is_edge: bool, owner: int) -> int | None:
+        """Number of the edge for one owner; None where it holds so much under no choice."""
+        key = is_edge, owner
+        if key not in self._known:
+            edge = _large_only(self.program, is_edge, owner, self.size)
+            self._known[key] = None if edge is None else len(self.edges)
+            self.edges += [] if edge is None else [edge]
+        return self._known[key]
 
 
-def large_only(program: Program, is_edge: bool, owner: int, size: int) -> Edge | None:
+def _large_only(program: Program, is_edge: bool, owner: int, size: int) -> Edge | None:
     """The bytes of one owner where they are more than ``size``, as an edge that costs nothing; None: nowhere."""
     if is_edge:
         e = program.edges[owner]

@@ -178,9 +178,7 @@ def masks_of_extremes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis
 def _compares_with_extreme(graph: Graph, op: Op) -> Sequence[int]:
     """Dimensions over which the extreme was taken that an operation compares its operand with; none otherwise."""
     for t in op.inputs:
-        producer = graph.tensors[t].producer
-        while producer is not None and graph.ops[producer].primitive in ("broadcast_in_dim", "hub", "reshape"):
-            producer = graph.tensors[graph.ops[producer].inputs[0]].producer
+        producer = graph.tensors[graph.behind(t, ("broadcast_in_dim", "hub", "reshape"))].producer
         if producer is None or graph.ops[producer].primitive not in ("reduce_max", "reduce_min"):
             continue
         reduction = graph.ops[producer]

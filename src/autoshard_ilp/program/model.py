@@ -58,6 +58,11 @@ class Lifetimes:
         zero = np.zeros(0, np.int64)
         return Lifetimes(np.zeros(0, bool), zero, zero, zero)
 
+    def followed_by(self, is_edge: np.ndarray, owner: np.ndarray, start: np.ndarray, end: np.ndarray) -> Lifetimes:
+        """These, and then further ones."""
+        more = {"is_edge": is_edge, "owner": owner, "start": start, "end": end}
+        return Lifetimes(**{name: np.concatenate([getattr(self, name), column]) for name, column in more.items()})
+
 
 @dataclass(frozen=True, eq=False)
 class Program:

@@ -14,7 +14,7 @@ from typing import Concatenate, ParamSpec
 
 import numpy as np
 
-from autoshard_ilp.program.model import Edge, Lifetimes, Program, Solution
+from autoshard_ilp.program.model import Edge, Program, Solution
 
 P = ParamSpec("P")
 Solver = Callable[Concatenate[Program, P], Solution]
@@ -41,13 +41,8 @@ def shifted(program: Program) -> Program:
     size, lt = program.on_chip_bytes, program.lifetimes
     first, second = (np.zeros(len(node.costs), np.int64) for node in program.nodes[:2])
     edge = Edge(0, 1, first, second, np.zeros((1, 1)), np.array([[size]], np.int64))
-    end = int(lt.end.max())
-    lifetimes = Lifetimes(
-        np.append(lt.is_edge, True),
-        np.append(lt.owner, len(program.edges)),
-        np.append(lt.start, program.on_chip_instants),
-        np.append(lt.end, end),
-    )
+    one = (np.array([x]) for x in (True, len(program.edges), program.on_chip_instants, int(lt.end.max())))
+    lifetimes = lt.followed_by(*one)
     capacity = None if program.capacity is None else program.capacity + size
     return Program(program.nodes, (*program.edges, edge), lifetimes, capacity)
 
