@@ -20,6 +20,7 @@ from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOp
 from autoshard_ilp.program.net import EmptyNodeError, build_net
 from autoshard_ilp.program.presolve import STEPS, Presolve
 from autoshard_ilp.program.reduce import compress, min_sum_used, substitute
+from autoshard_ilp.program.search import Search
 from program_cases import programs, random_program
 from training_case import training_step
 
@@ -293,6 +294,34 @@ def test_empty_and_single_programs() -> None:
     assert solve(Program((Node("a", np.array([2.0, 1.0])),), ()), OPTIONS).objective == 1.0
     assert solve(Program((Node("a", np.array([np.inf])),), ()), OPTIONS).status == "infeasible"
     assert random_program(0, 3, "tree", "plain").edges[0].u == 0
+
+
+@given(programs(memory=True), st.sampled_from([0.5, 0.8, 1.0]), st.integers(0, 10**6))
+@settings(deadline=None, max_examples=150, derandomize=True)
+def test_any_assignment_may_show_where_memory_binds(program: Program, share: float, seed: int) -> None:
+    """What stops where memory binds says so and proves no more than it may; what goes on from there is exact."""
+    rng = np.random.default_rng(seed)
+    anything = np.array([rng.integers(len(n.costs)) for n in program.nodes])
+    program = dataclasses.replace(program, capacity=int(share * program.peak(anything)))
+    exact, look = brute_force(program), solve(program, OPTIONS, rows=False)
+    assert look.lower_bound <= exact.objective * (1 + 1e-12)
+    relaxed = look.report.get("relaxed")
+    if relaxed is None:
+        assert look.status == exact.status and look.objective == pytest.approx(exact.objective, rel=1e-9)
+    else:
+        assert program.peak(relaxed) > program.capacity and math.isfinite(program.cost(relaxed))
+    for known in (anything, relaxed):
+        found = solve(program, OPTIONS, relaxed=known)
+        assert found.status == exact.status
+        assert found.objective == pytest.approx(exact.objective, rel=1e-9)
+
+
+def test_a_search_without_a_plan_ends_when_one_should_be_known() -> None:
+    program = random_program(0, 6, "clique", "plain", 0.0, True)
+    whole = np.zeros(len(program.nodes), int)
+    search = Search(program, OPTIONS, 100.0, None, plan_seconds=0.5)
+    assert search.deadline == 100.5
+    assert search.offer(whole) and search.deadline == 100.0 + OPTIONS.time_limit
 
 
 @given(st.integers(0, 10**6))
