@@ -27,10 +27,12 @@ from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp import manual, ties
 from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
+from autoshard_ilp.costs.precision import cast_before_collectives
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
 from autoshard_ilp.inplace import waiting_updates
 from autoshard_ilp.order import order_of
+from autoshard_ilp.repeated import unequal_broadcasts
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
 from autoshard_ilp.sharding import (
     PARTIAL,
@@ -138,6 +140,8 @@ class _Plan:
         self.order = order_of(graph, platform)
         self.updates = waiting_updates(graph, platform)
         self.readers = frozenset(wait.reader for wait in self.updates.values())
+        self.casts = cast_before_collectives(graph) if platform == "gpu" else ("",) * len(graph.ops)
+        self.broadcasts = unequal_broadcasts(graph, platform, self.layout)
         self.schedule = [self.order.of(items) for items in graph.schedule()]
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
         self._latest: dict[int, int] | None = None
@@ -238,7 +242,7 @@ class _Frame:
     def __init__(self, parent: _Frame | None = None) -> None:
         self.parent = parent
         self.values: dict[int, Any] = {}
-        self.copies: dict[tuple[int, Layout], tuple[Any, Op]] = {}  # with the operation that was the last to read it
+        self.copies: dict[tuple[int, Layout, str], tuple[Any, Op]] = {}  # with the operation that read it last
         self.ties: dict[int, Any] = {}  # anchor -> scalar that is known once the anchor is
         self.computed: dict[int, Any] = {}  # op whose result something waits for -> scalar known once that is computed
 
@@ -291,7 +295,7 @@ class _Run:
         layout = self.plan.decisions.operands.get((op.id, i))
         if layout is None or layout == self.plan.layout(tensor):
             return value
-        key = (tensor, layout)
+        key = (tensor, layout, self.plan.casts[op.id])
         copy, reader = frame.copies.get(key, (None, op))
         if reader is not op:
             again = self.behind(frame, op, value, tensor, layout, reader)
@@ -342,9 +346,15 @@ class _Run:
         return plan.constrain(ties.tied(value, frame.ties[anchor]), tensor, plan.layout(tensor))
 
     def reshard(self, value: Any, op: Op, i: int, layout: Layout | None) -> Any:
-        """``value`` on its way into operand i of ``op``, one decided layout after the other."""
+        """``value`` on its way into operand i of ``op``, one decided layout after the other.
+
+        What is cast to 16 bits when it arrives is cast before it leaves, as it was priced: XLA:GPU does so by itself
+        only where nothing lies between the collective and the cast.
+        """
         plan, tensor = self.plan, op.inputs[i]
         now = plan.layout(tensor)
+        if plan.casts[op.id] and layout is not None and now != layout:
+            value = value.astype(plan.casts[op.id])
         for after in (*plan.decisions.via.get((op.id, i), ()), layout):
             value, now = plan.move(value, tensor, now, after), after
         return value
@@ -439,6 +449,10 @@ class _Run:
 
     def bind(self, op: Op, args: list[Any], frame: _Frame) -> list[Any]:
         """Results of an equation; device by device where XLA's partitioner would gather what the rule shards."""
+        if op.id in self.plan.broadcasts:
+            args = self.repeated(op, args)
+            if op.primitive == "broadcast_in_dim" and args[0].shape == self.graph.tensors[op.outputs[0]].shape:
+                return [args[0]]
         view = replace(self.graph.view(op), params=op.eqn.params)
         out = self.reduced(op, view, args, frame)
         if out is not None:
@@ -449,6 +463,17 @@ class _Run:
                 with compat.like_equation(op.eqn, self.plan.stack(op)):
                     return run_locally(compat.binder(op.eqn, self.plan.mesh), view, rule, args, self.plan.mesh, axes_of)
         return compat.bind_equation(op.eqn, args, self.plan.stack(op), self.plan.mesh)
+
+    def repeated(self, op: Op, args: list[Any]) -> list[Any]:
+        """Operands of ``op``, those repeated device by device that XLA would repeat once for several layouts."""
+        plan, found = self.plan, list(args)
+        layout, shape = plan.layout(op.outputs[0]), self.graph.tensors[op.outputs[0]].shape
+        with compat.like_equation(op.eqn, plan.stack(op)):
+            for i, dims in plan.broadcasts[op.id]:
+                assert layout is not None  # broadcasts are told apart by their layouts
+                out = manual.repeat(args[i], dims, shape, layout, plan.mesh, plan.axis_names)
+                found[i] = args[i] if out is None else out
+        return found
 
     def reduced(self, op: Op, view: OpView, args: list[Any], frame: _Frame) -> Any | None:
         """The result of an operation whose partial sums are scattered or left partial; None for any other."""

@@ -5,7 +5,8 @@ keeps many partial products alive, writes an all-reduce and a permute where one 
 reduce-scatter. Under ``jax.shard_map`` each device computes on its part and the collective is the one that was priced:
 
 * an operation whose partial sums are reduce-scattered, arrive partial or stay partial (:func:`run`);
-* an all-gather or all-to-all on the way from one layout to the next (:func:`move`).
+* an all-gather or all-to-all on the way from one layout to the next (:func:`move`);
+* no collective at all where devices repeat what they hold (:func:`repeat`).
 
 Several mesh axes on one dimension are major to minor in mesh order. A collective over an axis that leaves or enters a
 dimension which a later axis keeps sharding brings the shards in another order; :func:`_reordered` permutes the small
@@ -306,6 +307,36 @@ def move(value: Any, before: Layout, after: Layout, mesh: Any, axis_names: Seque
         return _reordered(part, last, sorted_, axis_names, sizes)
 
     return _mapped(one_device, [value], [shape], [before], shape, after, mesh, axis_names)
+
+
+def repeat(
+    value: Any, dims: Sequence[int], shape: Sequence[int], result: Layout, mesh: Any, axis_names: Sequence[str]
+) -> Any | None:
+    """A broadcast of which every device makes its own part.
+
+    Args:
+        value: what is repeated.
+        dims: the result's dimension for each of its dimensions, as ``jax.lax.broadcast_in_dim`` takes them.
+        shape: of the result.
+        result: its layout, without partial sums.
+        mesh: ``jax.sharding.Mesh`` or ``AbstractMesh``.
+        axis_names: the mesh axis behind each entry of a layout.
+
+    Returns:
+        The broadcast value; None where a dimension does not divide.
+    """
+    import jax
+
+    sizes = [mesh.shape[name] for name in axis_names]
+    kept = {d: i for i, d in enumerate(dims) if value.shape[i] == shape[d]}
+    operand = tuple(kept.get(place, WHOLE) for place in result)
+    if not divides(shape, result, sizes):
+        return None
+
+    def one_device(part: Any) -> Any:
+        return jax.lax.broadcast_in_dim(part, local_shape(shape, result, sizes), tuple(dims))
+
+    return _mapped(one_device, [value], [value.shape], [operand], tuple(shape), result, mesh, axis_names)
 
 
 def _mapped(

@@ -12,7 +12,8 @@ rounding passes through; that collectives of every kind do was seen in programs 
 (``tests/test_precision.py``).
 
 XLA:GPU rounds nothing by itself, but its pass ``xla/service/collective_quantizer`` casts before a gather or all-to-all
-what a single reader would cast to 16 bits after it.
+what a single reader would cast to 16 bits after it. Not always (a cut of a dimension that does not divide, between the
+gather and the cast, is one exception), so the planned step casts first by itself (:mod:`autoshard_ilp.apply`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def precision(graph: Graph, profile: Any) -> Precision:
     """
     held = np.array([t.itemsize for t in graph.tensors], float)
     if getattr(profile, "family", "") == "gpu":
-        return Precision(held, _cast_before_collectives(graph))
+        casts = cast_before_collectives(graph)
+        return Precision(held, tuple((bool(casts[op.id]),) * len(op.inputs) for op in graph.ops))
     if getattr(profile, "family", "") != "tpu":
         return Precision(held, tuple((False,) * len(op.inputs) for op in graph.ops))
     narrow = _narrow(graph)
@@ -85,19 +87,23 @@ def precision(graph: Graph, profile: Any) -> Precision:
     return Precision(held, rounds)
 
 
-def _cast_before_collectives(graph: Graph) -> tuple[tuple[bool, ...], ...]:
-    """Operands whose copy has one reader, a cast to 16 bits, at most rearranged in between."""
+def cast_before_collectives(graph: Graph) -> tuple[str, ...]:
+    """Per op, the 16-bit type to which its operand's copy is cast by its one reader, at most rearranged in between.
+
+    Empty where there is none such, and where the operand has no 32 bits.
+    """
     reused = {op.params["first"] for op in graph.ops if op.primitive == "hub"}
-    casts = [False] * len(graph.ops)
+    casts = [""] * len(graph.ops)
     for op in reversed(graph.ops):
         if not op.inputs or not op.outputs or graph.tensors[op.inputs[0]].dtype != WIDE:
             continue
+        result = graph.tensors[op.outputs[0]]
         if op.primitive == "convert_element_type":
-            casts[op.id] = graph.tensors[op.outputs[0]].dtype in ("bfloat16", "float16")
+            casts[op.id] = result.dtype if result.dtype in ("bfloat16", "float16") else ""
         elif op.primitive in ("transpose", "reshape", "squeeze", "hub") and op.id not in reused:
-            readers = graph.tensors[op.outputs[0]].consumers
-            casts[op.id] = op.params.get("first") is None and len(readers) == 1 and casts[readers[0][0]]
-    return tuple((casts[op.id],) * len(op.inputs) for op in graph.ops)
+            alone = op.params.get("first") is None and len(result.consumers) == 1
+            casts[op.id] = casts[result.consumers[0][0]] if alone else ""
+    return tuple(casts)
 
 
 def _narrow(graph: Graph) -> np.ndarray:

@@ -1,0 +1,102 @@
+"""Broadcasts that a plan lays out in several ways: made on every device, so that nothing is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard_ilp import manual, repeated
+from autoshard_ilp.apply import Decisions, planned_function
+from autoshard_ilp.graph import Graph, build_graph
+from autoshard_ilp.repeated import unequal_broadcasts
+from autoshard_ilp.verify import parse_collectives
+from compiled import NAMES, mesh_of, needs_cuda, needs_tpu, sharding
+
+WHOLE, FEATURES = (-1, -1), (1, 1)
+ROWS, WIDTH = 256, 512
+
+
+def within(x: jax.Array, scale: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Numbers per token, repeated by the operation that reads them."""
+    return jax.lax.mul(x, scale), jax.lax.mul(y, scale)
+
+
+def apart(x: jax.Array, scale: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same, repeated by operations of their own."""
+    wide = (jax.lax.broadcast_in_dim(scale, (ROWS, WIDTH), (0, 1)) for _ in range(2))
+    return jax.lax.mul(x, next(wide)), jax.lax.mul(y, next(wide))
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"by their reader": within, "on their own": apart}
+SHAPES = ((ROWS, WIDTH), (ROWS, 1), (ROWS, WIDTH))
+
+
+def planned(function: Callable[..., Any]) -> tuple[Graph, Decisions]:
+    """The first product keeps whole rows on every device, the second shards their features."""
+    jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(s, "float32") for s in SHAPES))
+    graph = build_graph(jaxpr, argument_paths=["x", "scale", "y"], result_paths=["whole", "sharded"])
+    products = [op for op in graph.ops if op.primitive == "mul"]
+    results = {(a, 0): at for a, at in zip(graph.arguments, (WHOLE, WHOLE, FEATURES), strict=True)}
+    operands = {}
+    for op, layout in zip(products, (WHOLE, FEATURES), strict=True):
+        results[op.id, 0] = operands[op.id, 0] = layout
+        scale = graph.tensors[op.inputs[1]]
+        operands[op.id, 1] = layout if scale.shape == (ROWS, WIDTH) else WHOLE
+        if graph.ops[scale.producer or 0].primitive == "broadcast_in_dim":
+            results[scale.producer or 0, 0] = layout
+            operands[scale.producer or 0, 0] = WHOLE
+    return graph, Decisions(operands, results)
+
+
+def compiled(function: Callable[..., Any], target: str) -> Any:
+    graph, decided = planned(function)
+    mesh = mesh_of(target)
+    step = jax.jit(
+        planned_function(graph, decided, mesh, NAMES),
+        in_shardings=tuple(sharding(mesh, at, 2) for at in (WHOLE, WHOLE, FEATURES)),
+        out_shardings=[sharding(mesh, at, 2) for at in (WHOLE, FEATURES)],
+    )
+    return step.lower(*(jax.ShapeDtypeStruct(s, "float32") for s in SHAPES)).compile()
+
+
+@needs_tpu
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_tpu_compiler_gathers_no_broadcast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not parse_collectives(compiled(FUNCTIONS[name], "tpu-v5e:2x4").as_text())
+    monkeypatch.setattr(repeated, "PLATFORMS", frozenset())
+    merged = parse_collectives(compiled(FUNCTIONS[name], "tpu-v5e:2x4").as_text())
+    assert [c.kind for c in merged] == ["all-gather"], "XLA:TPU no longer merges them: repeated.py can go"
+
+
+@pytest.mark.parametrize("target", ["cpu:8", pytest.param("h100:8", marks=[needs_cuda, pytest.mark.cuda])])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_other_compilers_need_no_help(name: str, target: str) -> None:
+    assert not parse_collectives(compiled(FUNCTIONS[name], target).as_text())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_values_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeated, "PLATFORMS", frozenset({"cpu"}))
+    program = compiled(FUNCTIONS[name], "cpu:8")
+    args = [np.random.default_rng(i).normal(size=s).astype("float32") for i, s in enumerate(SHAPES)]
+    placed = map(jax.device_put, args, program.input_shardings[0])
+    for got, wanted in zip(program(*placed), FUNCTIONS[name](*map(jnp.asarray, args)), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_broadcasts_of_one_layout_are_left_alone() -> None:
+    graph, decided = planned(within)
+    layouts = {graph.ops[op].outputs[j]: at for (op, j), at in decided.results.items()}
+    assert len(unequal_broadcasts(graph, "tpu", layouts.get)) == 2
+    assert not unequal_broadcasts(graph, "tpu", dict.fromkeys(layouts, FEATURES).get)
+
+
+def test_what_does_not_divide_is_left_to_the_compiler() -> None:
+    mesh = mesh_of("cpu:8")
+    assert manual.repeat(jnp.zeros((6, 1)), (0, 1), (6, 9), (1, 1), mesh, NAMES) is None
