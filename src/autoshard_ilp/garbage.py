@@ -10,6 +10,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+NEVER = 2**31 - 1
+"""Collections of middle-aged objects before one of the old: the largest number that the interpreter takes."""
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
@@ -21,3 +24,14 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def old_objects_left() -> Iterator[None]:
+    """Inside, collections look at young objects only: what has survived some of them is left until afterwards."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoshard_ilp.agreement import facts_of_step, planned_once
 from autoshard_ilp.attempt import Failure, attempt
+from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.halving import Binds
 from autoshard_ilp.infeasible import infeasible
 from autoshard_ilp.plan import Plan
@@ -15,9 +17,10 @@ from autoshard_ilp.processes import together
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.rematsearch import memory_share, recomputed_share, search
 from autoshard_ilp.request import Request
-from autoshard_ilp.step import Step, graph_of
+from autoshard_ilp.step import Step, graph_of, whole_graph
 
 
+@old_objects_left()
 def plan_traced(
     traced: Any, request: Request, progress: Progress, policies: Sequence[str], while_trip_count: int | None = None
 ) -> Plan:
@@ -30,8 +33,10 @@ def plan_traced(
         PlanMismatchError: the processes of a job are about to plan different things.
     """
 
+    whole = functools.cache(lambda: whole_graph(traced, while_trip_count))
+
     def step(policy: str) -> Step:
-        return graph_of(traced, policy, while_trip_count)
+        return graph_of(traced, policy, while_trip_count, whole())
 
     with together("planning") as meeting:
         return planned_once(

@@ -61,9 +61,25 @@ def trace_step(model: Any, mesh: MeshSpec, **options: Any) -> tuple[Step, Any]:
     return graph_of(traced, remat), traced
 
 
-def graph_of(traced: Any, remat: str = "never", while_trip_count: int | None = None) -> Step:
-    """The graph of a Keras step, hubs inserted."""
-    return step_of(traced, (traced.state, traced.batch), (0,), traced, remat, while_trip_count)
+def graph_of(
+    traced: Any, remat: str = "never", while_trip_count: int | None = None, whole: Graph | None = None
+) -> Step:
+    """The graph of a Keras step, hubs inserted; ``whole`` as in :func:`step_of`."""
+    return step_of(traced, (traced.state, traced.batch), (0,), traced, remat, while_trip_count, whole)
+
+
+@collector_paused()
+def whole_graph(infos: Any, while_trip_count: int | None = None) -> Graph:
+    """The graph of a traced step before rematerialisation and hubs: the same under every policy."""
+    from autoshard_ilp.graph import build_graph
+
+    return build_graph(
+        infos.closed_jaxpr,
+        argument_paths=[a.path for a in infos.arguments],
+        result_paths=[r.path for r in infos.results],
+        aliases=infos.aliases,
+        while_trip_count=while_trip_count,
+    )
 
 
 def check_trip_count(while_trip_count: Any) -> int | None:
@@ -101,6 +117,7 @@ def step_of(
     traced: Any = None,
     remat: str = "never",
     while_trip_count: int | None = None,
+    whole: Graph | None = None,
 ) -> Step:
     """The graph of any traced step, hubs inserted.
 
@@ -111,17 +128,12 @@ def step_of(
         traced: the Keras trace, or None for a plain function.
         remat: rematerialisation policy.
         while_trip_count: iterations that each ``while_loop`` is priced at; None: what its constants say, else 1.
+        whole: what :func:`whole_graph` gives for this step, where it is known.
     """
-    from autoshard_ilp.graph import build_graph, insert_hubs
+    from autoshard_ilp.graph import insert_hubs
     from autoshard_ilp.remat import number_of_blocks, rematerialise
 
-    graph = build_graph(
-        infos.closed_jaxpr,
-        argument_paths=[a.path for a in infos.arguments],
-        result_paths=[r.path for r in infos.results],
-        aliases=infos.aliases,
-        while_trip_count=while_trip_count,
-    )
+    graph = whole_graph(infos, while_trip_count) if whole is None else whole
     blocks = number_of_blocks(graph)
     planned = insert_hubs(rematerialise(graph, remat))
     return Step(planned, args, infos.out_tree, donated, traced, remat, while_trip_count, blocks)

@@ -1,0 +1,235 @@
+"""A net under memory rows with prices on them: the bound that message passing finds, and the search for good prices.
+
+Two ways take turns at the prices, since each is good where the other is poor. Cutting planes start from nothing and
+need only sweeps, but close in slowly. The linear relaxation of a few strategies per node, those of least bound, knows
+the best prices for these at once; with every better price other strategies are the few, as columns are generated.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoshard_ilp.program import reduce
+from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program.milp import Milp, Relaxation
+from autoshard_ilp.program.net import EmptyNodeError, Net
+from autoshard_ilp.program.prices import PricedRows, model_maximiser
+
+if TYPE_CHECKING:
+    from autoshard_ilp.program.constrained import Constrained
+
+STEPS = 3  # of cutting planes, at most
+WIDE_STEPS = 2  # .. of a net whose sweeps take long
+WARM_STEPS = 1  # .. where prices are known for some rows
+LONE_STEPS = 6  # .. where no plan is known, so that a few strategies per node may hold nothing
+ROUNDS = 3  # of relaxations of a few strategies per node, at most
+CLOSE = 0.05  # of the gap: prices that near to the best are good enough
+CLOSED = 0.1  # of the gap: worth another round
+ROUGH = 0.003  # relative gap, before any plan is known
+SWEEPS = 10
+SETTLE = 6  # times SWEEPS, at most, after prices have changed
+STALL = 1e-5  # relative rise of the bound that is worth more sweeps
+RISE = 0.02  # of the gap: the same, while prices are still looked for
+GAIN = 1e-4  # relative rise of the bound that is worth a guess of its own
+TABLE_CELLS = 5_000  # largest table that presolve makes of what is left
+BEFORE_PRESOLVE = 3.0  # times as many cells as are wanted are worth a presolve
+RELAX_CELLS = 30_000  # of a program whose linear relaxation is quickly solved
+PRICES_SHARE = 0.1  # of the time left, for the first prices
+RELAX_SHARE = 0.4  # .. and for one linear relaxation
+WIDE_CELLS = 2_000_000
+FEW = (8, 4, 2)  # strategies per node
+PLANS = 4  # of the plans met, the last ones
+
+
+class PricedNet:
+    """One net under the rows of ``owner``; ``net`` has been presolved, its costs are true costs.
+
+    Attributes:
+        prices: best found, seconds per byte and row.
+        bound: seconds, for plans of the net.
+        fresh: times at which a plan that satisfies the rows does not fit.
+    """
+
+    def __init__(self, owner: Constrained, net: Net, prices: np.ndarray) -> None:
+        self.owner, self.search = owner, owner.search
+        self.net, self.prices = net, prices
+        self.bound = -math.inf
+        self.cuts: list[tuple[float, np.ndarray]] = []  # of plans: seconds, usage - capacity in bytes per row
+        self.fresh: list[int] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Messages for the net as it is, at the best prices."""
+        for number in list(self.net.factors):
+            reduce.compress(self.net, number)
+        self.rows = PricedRows(self.net, self.owner.capacity)
+        self.messages = Messages(self.rows.priced(self.prices))
+
+    def wide(self) -> bool:
+        """Whether the net is so large that sweeps take long, and guesses rarely leave little."""
+        return self.net.size()["cells"] > WIDE_CELLS
+
+    def gap(self) -> float:
+        """Seconds between the bound and the best plan; a guess before any is known."""
+        if not math.isfinite(self.bound):
+            return 0.0
+        return self.search.upper - self.bound if math.isfinite(self.search.upper) else ROUGH * abs(self.bound)
+
+    def deadline(self, share: float) -> float:
+        """Monotonic seconds at which a share of the time left has passed."""
+        now = time.monotonic()
+        return now + share * (self.search.deadline - now)
+
+    def improve_prices(self) -> None:
+        """Looks for the prices of the best bound, until they hardly raise it."""
+        if self.prices.any():
+            steps = WARM_STEPS
+        elif self.search.best is None and math.isfinite(self.search.upper):
+            steps = LONE_STEPS
+        else:
+            steps = WIDE_STEPS if self.wide() else STEPS
+        deadline = self.deadline(PRICES_SHARE)
+        self._cut_planes(steps, deadline)
+        for _ in range(ROUNDS):
+            before, gap = self.bound, self.gap()
+            if self.fresh or self.owner.stop() or time.monotonic() > deadline or not self._price_few():
+                break
+            if self.bound - before < CLOSED * gap:
+                break
+
+    def _cut_planes(self, steps: int, deadline: float) -> None:
+        """Cutting planes over prices: at each, a bound by message passing and a decoded plan, which is a cut."""
+        owner, search = self.owner, self.search
+        unit = owner.first_price()
+        now, best = self.prices, self.messages.state()
+        current = now
+        if not current.any():
+            current = np.zeros(len(now))
+            current[int(np.argmax(owner.excess(owner.relaxed)))] = unit
+        box = np.maximum(4.0 * current, unit)
+        for x in (owner.relaxed, *owner.seen):
+            self._cut(x)
+        for _ in range(steps):
+            self._move(now, current)
+            now = current
+            self.settle(RISE * self.gap())
+            if self.messages.bound > self.bound:
+                self.bound, self.prices, best = self.messages.bound, now, self.messages.state()
+                search.prove(min(self.bound, search.upper))
+            late = owner.stop() or time.monotonic() > deadline
+            found = None if self.fresh or late else model_maximiser(self.cuts, box, owner.capacity)
+            if found is None:
+                break
+            target, value, box = found
+            if value - self.bound <= CLOSE * self.gap():
+                break
+            current = 0.5 * (self.prices + target)
+        self.messages.restore(best)
+
+    def _price_few(self) -> bool:
+        """One relaxation of a few strategies per node; False where it says nothing.
+
+        Its prices may ask too much of what is not among the few. Half the way to them is then tried: the bound is
+        concave in the prices.
+        """
+        net = self.few(RELAX_CELLS)
+        if net is None or not net.live or not len(net.base):
+            return False
+        try:
+            _, found = self.relaxed(net)
+        except EmptyNodeError:  # the few cannot beat what is known; others may
+            return False
+        if found is None:
+            return False
+        before = self.bound
+        self.better_prices(found.prices)
+        if self.bound <= before:
+            self.better_prices(0.5 * (self.prices + found.prices))
+        return True
+
+    def relaxed(self, net: Net) -> tuple[Milp, Relaxation | None]:
+        """The integer program of a net and its linear relaxation, None where that takes too long.
+
+        Raises:
+            EmptyNodeError: even fractions of strategies do not fit.
+        """
+        since = time.monotonic()
+        try:
+            milp = Milp(net, self.owner.capacity, self.search.upper)
+            return milp, milp.relax(self.deadline(RELAX_SHARE), self.search.options.seed)
+        finally:
+            self.search.add_seconds("highs", since)
+
+    def better_prices(self, prices: np.ndarray) -> bool:
+        """Takes these prices if their bound is better; False when it did not gain much."""
+        start, before = self.messages.state(), self.bound
+        self._move(self.prices, prices)
+        self.settle()
+        if self.messages.bound <= before:
+            self.messages.restore(start)
+            return False
+        self.prices, self.bound = prices, self.messages.bound
+        self.search.prove(min(self.bound, self.search.upper))
+        return self.bound - before > GAIN * abs(before)
+
+    def settle(self, rough: float = 0.0) -> None:
+        """Sweep until the bound hardly rises, or by less than ``rough`` seconds, then decode a plan."""
+        before = -math.inf
+        for _ in range(SETTLE):
+            self.messages.sweep(count=SWEEPS)
+            least = max(rough, STALL * abs(self.messages.bound))
+            if self.messages.bound - before < least or self.owner.stop():
+                break
+            before = self.messages.bound
+        choices = self.net.complete(self.messages.improve(self.messages.decode()))
+        self._cut(choices)
+        if math.isfinite(self.owner.program.cost(choices)):
+            self.owner.remember(choices)
+            if (self.owner.excess(choices) <= 0).all():
+                self.fresh = self.owner.offer(choices)
+
+    def few(self, most: int) -> Net | None:
+        """The net with a few strategies per node, those of least bound and of the plans met, and presolved.
+
+        As many as leave at most ``most`` cells; None where even the fewest leave more.
+        """
+        totals = self.messages.totals()
+        plans = [x for x in (*self.owner.seen[-PLANS:], self.search.best) if x is not None and self.net.contains(x)]
+        for count in FEW:
+            if self.owner.stop():
+                break
+            net = self.net.copy()
+            for v in self.messages.nodes:
+                alive = self.messages.alive[v]
+                kept = alive[np.argsort(totals[v], kind="stable")[:count]]
+                cost = np.full(len(net.cost[v]), np.inf)
+                for s in (kept, [int(x[v]) for x in plans]):
+                    cost[s] = net.cost[v][s]
+                net.set_cost(v, cost)
+            for number in list(net.factors):
+                reduce.compress(net, number)
+            if net.size()["cells"] > BEFORE_PRESOLVE * most:
+                continue
+            self.presolve(net)
+            if net.size()["cells"] <= most:
+                return net
+        return None
+
+    def presolve(self, net: Net) -> None:
+        """What is left gets smaller still, and its tables lose what nothing alive refers to."""
+        self.search.presolve(net, 3, TABLE_CELLS, self.owner.capacity)
+        for number in list(net.factors):
+            reduce.compress(net, number)
+
+    def _move(self, old: np.ndarray, new: np.ndarray) -> None:
+        """Charge other prices."""
+        self.messages.reprice(*self.rows.charge(new - old))
+
+    def _cut(self, choices: np.ndarray) -> None:
+        cost = self.owner.program.cost(choices)
+        if math.isfinite(cost):
+            self.cuts.append((cost, self.owner.excess(choices)))

@@ -1,0 +1,45 @@
+"""Planning under several rematerialisation policies: what is done once for all, and what is put back afterwards."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import keras
+import pytest
+
+import autoshard_ilp as autoshard
+from autoshard_ilp import flatten
+from autoshard_ilp.garbage import old_objects_left
+
+
+def deep() -> keras.Model:
+    layers = [keras.layers.Dense(256, activation="tanh") for _ in range(8)]
+    model = keras.Sequential([keras.Input((256,)), *layers])
+    model.compile(optimizer="sgd", loss="mse")
+    return model
+
+
+def test_the_step_is_flattened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its policies differ in what they recompute, not in the step."""
+    calls, whole = list[int](), flatten.flatten
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return whole(*args)
+
+    mesh, options = {"data": 2}, {"batch_size": 4096, "hardware": "h100"}
+    free = autoshard.optimize(deep, mesh, remat="never", **options)  # type: ignore[arg-type]
+    monkeypatch.setattr(flatten, "flatten", counted)
+    plan = autoshard.optimize(deep, mesh, int(0.6 * free.memory.peak_bytes), **options)  # type: ignore[arg-type]
+    assert plan.remat, "the budget asks for recomputation, so more than one policy was tried"
+    assert len(calls) == 1
+
+
+def test_the_collector_is_as_before() -> None:
+    """After a failure too."""
+    before = gc.get_threshold()
+    with pytest.raises(ZeroDivisionError), old_objects_left():
+        assert gc.get_threshold()[:2] == before[:2] and gc.get_threshold()[2] > 10**6
+        raise ZeroDivisionError
+    assert gc.get_threshold() == before
