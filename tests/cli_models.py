@@ -27,4 +27,8 @@ def failing() -> keras.Model:
     raise RuntimeError("no such dataset")
 
 
+def leaving() -> keras.Model:
+    raise SystemExit(3)
+
+
 number = 7

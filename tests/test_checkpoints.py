@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.checkpoint import saving, storage
+from autoshard_ilp import files
+from autoshard_ilp.checkpoint import storage
 from profiles_for_tests import toy
 
 pytest.importorskip("orbax.checkpoint")
@@ -311,8 +312,8 @@ POINTS = {
         (storage, "write_index"),
         (storage, "remove_others"),
     ],
-    "weights.keras": [(saving, "_take_place")],
-    "model.weights.h5": [(saving, "_take_place")],
+    "weights.keras": [(files, "take_place")],
+    "model.weights.h5": [(files, "take_place")],
 }
 
 
@@ -343,7 +344,7 @@ def test_a_failure_at_any_point_leaves_a_whole_checkpoint(
     assert any(same(found, w) for w in whole)
     assert same(found, whole[0]) or (function, moment) in {
         ("write_index", "after"),
-        ("_take_place", "after"),
+        ("take_place", "after"),
         ("remove_others", "before"),
         ("remove_others", "after"),
     }

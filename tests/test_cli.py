@@ -100,6 +100,8 @@ def test_a_budget_too_small_exits_with_1():
         (("--batch-size", "7"), "batch_size=7"),
         (("--batch-size", "0"), "batch_size is a positive integer"),
         (("--output", "absent/plan.json"), "Create the directory"),
+        (("--mesh", "data=99999999999999"), "at most"),
+        (("--hardware", "h100:4"), "4 and a mesh of 8"),
         (("--baseline", "magic"), "A baseline is one of"),
     ],
 )
@@ -118,6 +120,8 @@ def test_options_that_make_no_sense_exit_with_2(changed, said):
         ("cli_models:number", "callable"),
         ("cli_models:uncompiled", "compile"),
         ("cli_models:failing", "no such dataset"),
+        ("cli_models:leaving", "SystemExit: 3"),
+        ("../cli_models:small", "importable"),
         ("hub:llama9", "llama3_8b"),
     ],
 )
@@ -349,6 +353,38 @@ def test_native_logs_are_dropped_and_messages_passed_on(capfd):
         os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n")
         os.write(2, b"F0000 00:00:1.2 33 core.cc:1] broken\nyour own words\n")
     assert capfd.readouterr().err == "F0000 00:00:1.2 33 core.cc:1] broken\nyour own words\n"
+
+
+def _printing_to(stdout):
+    command = [sys.executable, "-m", "autoshard_ilp", "profiles", "--json"]
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    with _printing_to(subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_stdout_that_takes_nothing_exits_with_2():
+    with open("/dev/full", "w") as full, _printing_to(full) as process:
+        message = process.stderr.read()
+    assert message.startswith("error: Results go to stdout")
+    assert process.returncode == 2
+
+
+def test_jax_platforms_that_do_not_exist_exit_with_2():
+    environment = {**os.environ, "JAX_PLATFORMS": "abacus"}
+    command = [sys.executable, "-m", "autoshard_ilp", *PLAN]
+    found = subprocess.run(command, env=environment, cwd=os.path.dirname(__file__), capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "JAX_PLATFORMS='abacus'" in found.stderr and "Traceback" not in found.stderr
+
+
+def test_a_compiled_program_goes_to_a_folder_that_exists(plan_file, tmp_path):
+    assert "--hlo" in fails(2, "verify", plan_file, "--hlo", tmp_path / "absent" / "step.txt")
 
 
 def test_output_that_is_a_directory_is_refused(tmp_path):

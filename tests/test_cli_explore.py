@@ -133,6 +133,8 @@ def test_how_small_and_how_large():
         ("mesh", MODEL, "--largest-batch"),
         ("mesh", MODEL, "--smallest", "--hardware", "h100", "--hardware", "l4"),
         ("sweep", "/no/such/file.toml"),
+        ("pareto", MODEL, "--mesh", "data=4", *HARD, "--budget", "1GB", "-o", "/proc/autoshard.csv"),
+        ("mesh", MODEL, "--devices", "2", "--max-axes", "1", "--plot", "figure"),
     ],
     ids=lambda a: " ".join(a[:6]) if isinstance(a, tuple) else a,
 )

@@ -398,6 +398,7 @@ def test_sweep_files_that_make_no_sense(tmp_path, text, message):
         ({"workers": -1}, autoshard.InputShapeError),
         ({"case_time_limit": 0}, autoshard.InputShapeError),
         ({"solver": {"speed": 1}}, autoshard.InputShapeError),
+        ({"solver": {"relative_gap": float("nan")}}, autoshard.InputShapeError),
     ],
     ids=str,
 )

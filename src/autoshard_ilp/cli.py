@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from autoshard_ilp import __version__, cli_explore
 from autoshard_ilp.cli_calibrate import calibrate
 from autoshard_ilp.console import (
     INTERRUPTED,
+    keep,
     only_ascii,
     prepare,
     print_json,
@@ -69,14 +71,20 @@ def _factory(model: str, sequence_length: int | None) -> Callable[[], Any]:
                 import keras_hub  # noqa: F401
         import jax
 
-        jax.devices()  # plugins load now
+        try:
+            jax.devices()  # plugins load now
+        except RuntimeError as error:
+            raise UnsupportedModelError(
+                f"JAX must find its devices; planning needs no more than JAX_PLATFORMS=cpu. Received: "
+                f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r} ({error})"
+            ) from error
 
     def build() -> Any:
         try:
             return factory()
         except AutoshardError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UnsupportedModelError(
                 f"The model's factory must build a model. Received: {model!r}, which raised {type(error).__name__}: "
                 f"{error}"
@@ -222,10 +230,11 @@ def _with_origin(found: Any, origin: Mapping[str, Any]) -> Any:
     return replace(found, origin={**found.origin, **origin})
 
 
-def _check_writable(output: Path | None) -> None:
+def _check_writable(output: Path | None, option: str = "--output") -> None:
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+        what = "A plan" if option == "--output" else "A compiled program"
         raise PlanFileError(
-            f"A plan is written to a file in a directory that exists. Received: --output {output}. "
+            f"{what} is written to a file in a directory that exists. Received: {option} {output}. "
             "Create the directory, or name another file."
         )
 
@@ -289,6 +298,7 @@ def verify(
     from autoshard_ilp.api import load
     from autoshard_ilp.verify.targets import parse_target
 
+    _check_writable(hlo, "--hlo")
     stored = load(plan_file)
     origin = stored.origin
     if model is None and not origin.get("model"):
@@ -305,7 +315,7 @@ def verify(
         bound = stored.bind(factory, sequence_length=sequence_length)
         checked = _compiled(bound, str(where), _seconds_of(stored))
     if hlo is not None:
-        hlo.write_text(checked.text, encoding="utf-8")
+        keep(hlo, checked.text.encode())
     if as_json:
         return print_json(_verification(checked))
     return print_text(checked.summary(width(), only_ascii=only_ascii()))

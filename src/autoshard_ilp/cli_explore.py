@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import typer
 from autoshard_ilp.console import (
     INFEASIBLE,
     INTERRUPTED,
+    keep,
     only_ascii,
     prepare,
     print_json,
@@ -305,10 +307,11 @@ def _keep(found: Any, output: Path | None, plot: Path | None, drawn: Any = None)
         import csv
 
         rows = found.rows()
-        with open(output, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]) if rows else ["empty"])
-            writer.writeheader()
-            writer.writerows({k: "" if _missing(v) else v for k, v in row.items()} for row in rows)
+        file = io.StringIO(newline="")
+        writer = csv.DictWriter(file, list(rows[0]) if rows else ["empty"])
+        writer.writeheader()
+        writer.writerows({k: "" if _missing(v) else v for k, v in row.items()} for row in rows)
+        keep(output, file.getvalue().encode())
         say(f"written to {output}")
     if plot is not None:
         drawable = drawn if drawn is not None else found
@@ -316,10 +319,12 @@ def _keep(found: Any, output: Path | None, plot: Path | None, drawn: Any = None)
             figure = drawable.plot()
         except ImportError as error:
             raise InputShapeError(str(error)) from error
+        drawing = io.BytesIO()
         try:
-            figure.savefig(plot)
+            figure.savefig(drawing, format=plot.suffix.removeprefix(".") or "none")
         except ValueError as error:
             raise InputShapeError(f"A figure is drawn into a .png, .svg or .pdf file. Received: {plot}.") from error
+        keep(plot, drawing.getvalue())
         say(f"drawn into {plot}")
 
 

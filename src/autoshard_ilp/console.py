@@ -14,11 +14,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import typer
 
-from autoshard_ilp.errors import AutoshardError, InfeasibleError
+from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError
+from autoshard_ilp.files import write_whole
 from autoshard_ilp.render import only_ascii as only_ascii
 from autoshard_ilp.render import printable
 
@@ -116,12 +118,33 @@ def say(message: str) -> None:
 
 def print_text(text: str) -> None:
     """A result on stdout, whatever the locale can print."""
-    print(printable(text))
+    _printed(printable(text))
 
 
 def print_json(data: Any) -> None:
     """One JSON document on stdout; numbers that JSON does not have become null."""
-    print(json.dumps(_finite(data), allow_nan=False, indent=2))
+    _printed(json.dumps(_finite(data), allow_nan=False, indent=2))
+
+
+def _printed(text: str) -> None:
+    """All of it, now: what fails only when Python ends would be no error of ours."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        with open(os.devnull, "wb") as nothing:  # takes what is still in the buffer, when Python ends
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # a reader such as head that has seen enough is no error
+            raise InputShapeError(f"Results go to stdout, which must take them. Received: {error}.") from error
+
+
+def keep(path: Path, data: bytes) -> None:
+    """Writes a file that the user asked for; InputShapeError where that is impossible."""
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise InputShapeError(
+            f"Results are written to a file that can be written. Received: {path} ({error})."
+        ) from error
 
 
 def _finite(value: Any) -> Any:

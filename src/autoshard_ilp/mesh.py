@@ -9,6 +9,9 @@ from typing import Any
 
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 
+MOST_DEVICES = 2**20
+"""More than any machine has; a batch that divides by far more would not be counted by 32-bit integers."""
+
 
 @dataclass(frozen=True)
 class MeshSpec:
@@ -118,4 +121,8 @@ def _checked(names: Sequence[Any], sizes: Sequence[Any], kind: str | None = None
             )
         if isinstance(size, bool) or not hasattr(size, "__index__") or int(size) < 1:
             raise InputShapeError(f"A mesh axis has a size of at least 1. Received: {name!r} = {size!r}.")
+    if math.prod(int(s) for s in sizes) > MOST_DEVICES:
+        raise InputShapeError(
+            f"A mesh has at most {MOST_DEVICES} devices. Received: {dict(zip(names, sizes, strict=True))}."
+        )
     return MeshSpec(names, tuple(int(s) for s in sizes), kind, jax_mesh)

@@ -290,6 +290,11 @@ def _imported_factory(module_name: str, attribute: str) -> Callable[[], Any]:
                 f"The model's module must be importable from here. Received: {module_name!r} ({error}). Run from the "
                 f"directory that holds it, or set PYTHONPATH."
             ) from error
+        except (Exception, SystemExit) as error:  # the module's own, or a name that no module can have
+            raise UnsupportedModelError(
+                f"The model's module must be importable. Received: {module_name!r}, which raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UnsupportedModelError(

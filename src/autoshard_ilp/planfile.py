@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from autoshard_ilp import course, signature
 from autoshard_ilp.arguments import file_path
 from autoshard_ilp.errors import InputShapeError, PlanFileError
+from autoshard_ilp.files import write_whole
 from autoshard_ilp.mesh import as_mesh
 from autoshard_ilp.placement import Placement
 from autoshard_ilp.plan import Leaf, Plan
@@ -37,28 +36,6 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 def as_text(plan: Plan) -> str:
     """A plan as the text of its file."""
     return json.dumps(to_dict(plan), separators=(",", ":"))
-
-
-def write_whole(target: Path, data: bytes) -> None:
-    """Writes a file so that a reader, or a crash at any moment, sees the whole old or the whole new content.
-
-    The content goes to a file beside it, is flushed to the disk, and takes the name in one step.
-    """
-    with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-        try:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    if os.name == "posix":  # the renaming itself reaches the disk
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def load(path: str | os.PathLike[str]) -> Plan:

@@ -91,7 +91,13 @@ def _profile(hardware: Any, mesh: MeshSpec) -> tuple[Any, str | None]:
             f"What follows the name of {profile.name!r} is a number of devices. Received: {shape!r}. Drop it, or write "
             f'"{profile.name}:{mesh.size}".'
         )
-    shape = shape if profile.torus is not None else None  # "h100:8" says how many, which the mesh says already
+    if shape is not None and profile.torus is None:  # "h100:8" says how many, which the mesh says already
+        if int(shape) != mesh.size:
+            raise ProfileError(
+                f"The number after the name of {profile.name!r} is that of the mesh's devices. Received: {shape} and a "
+                f"mesh of {mesh.size} ({mesh}). Drop it, or change the mesh."
+            )
+        shape = None
     if found is not None and found != "cpu-host" and load_profile(found).family != profile.family:
         raise ProfileError(
             f"The profile must be for the mesh's own devices (CPU devices may stand in for any). Received: "

@@ -14,6 +14,7 @@ from autoshard_ilp.calibration.fit import Residual, fit
 from autoshard_ilp.costs.profile import HardwareProfile, load_profile, profile_for_device_kind
 from autoshard_ilp.costs.profile_file import to_toml
 from autoshard_ilp.errors import InputShapeError, ProfileError
+from autoshard_ilp.files import write_whole
 from autoshard_ilp.mesh import MeshSpec, as_mesh
 
 
@@ -97,7 +98,10 @@ def calibrate(
     label = name or f"{base.name.removesuffix('-measured')}-measured"
     profile = _labelled(_with_memory(fitted, devices), base, label, where, residuals)
     if target is not None:
-        target.write_text(to_toml(profile), encoding="utf-8")
+        try:
+            write_whole(target, to_toml(profile).encode())
+        except OSError as error:
+            raise ProfileError(f"output is a file that can be written. Received: {target} ({error}).") from error
     return profile
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from autoshard_ilp.arguments import file_path
 from autoshard_ilp.checkpoint import storage
 from autoshard_ilp.checkpoint.entries import entries_of_model, entries_of_tree
 from autoshard_ilp.errors import CheckpointError
+from autoshard_ilp.files import replacing
 
 KERAS_SUFFIXES = (".keras", ".weights.h5")
 
@@ -62,36 +62,15 @@ def _save_keras(target: Path, model: Any) -> None:
     entries_of_model(model)  # builds the optimizer, so that any model of this kind can read the file
     suffix = next(s for s in KERAS_SUFFIXES if target.name.endswith(s))
     try:
-        handle, beside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=suffix)
-        os.close(handle)
-        try:
+        with replacing(target, suffix) as beside:
             if suffix == ".keras":
                 model.save(beside, overwrite=True)
             else:
                 model.save_weights(beside, overwrite=True)
-            _take_place(Path(beside), target)
-        except BaseException:
-            Path(beside).unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise CheckpointError(
             f"A checkpoint is saved to a file that can be written. Received: {target} ({error})."
         ) from error
-
-
-def _take_place(beside: Path, target: Path) -> None:
-    """The new file, once it has reached the disk, takes the name of the old one in one step."""
-    descriptor = os.open(beside, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(beside, target)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _save_folder(folder: Path, state: Any, plan: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from autoshard_ilp.checkpoint.entries import Entry
 from autoshard_ilp.errors import CheckpointError
+from autoshard_ilp.files import write_whole
 from autoshard_ilp.signature import key_implementation
 
 FORMAT = "autoshard-ilp checkpoint"
@@ -133,8 +134,6 @@ def remove_others(folder: Path, kept: str | None) -> None:
 
 def write_index(folder: Path, data: str, entries: Sequence[Entry], about: Mapping[str, Any]) -> None:
     """Makes ``data`` the data that counts, in one step."""
-    from autoshard_ilp.planfile import write_whole
-
     index = {"format": FORMAT, "version": VERSION, "data": data, **about, "entries": [e.describe() for e in entries]}
     write_whole(folder / INDEX, json.dumps(index, indent=1).encode("utf-8"))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from autoshard_ilp.errors import InputShapeError, SweepFileError
 from autoshard_ilp.mesh import MeshSpec, as_mesh, parse_mesh
+from autoshard_ilp.program.model import SolverOptions
 from autoshard_ilp.schema import problem
 from autoshard_ilp.units import parse_bytes
 
@@ -138,6 +139,7 @@ def work_of(axes: Mapping[str, Any], solver: Mapping[str, Any]) -> Work:
     models = _models(axes.get("models"))
     chips, profiles = _hardware(axes.get("hardware"))
     options = {**SOLVER, **solver}
+    SolverOptions(**options)  # checked here, not case by case
     lists: tuple[list[Any], ...] = (
         list(models),
         [_mesh_text(m) for m in _axis(axes, "meshes", None)],

@@ -10,6 +10,7 @@ from typing import Any
 from autoshard_ilp.errors import SweepFileError
 from autoshard_ilp.explore import show
 from autoshard_ilp.explore.results import VERSIONS
+from autoshard_ilp.files import write_whole
 from autoshard_ilp.units import format_bytes
 
 STYLE = """
@@ -29,7 +30,7 @@ FIGURES = (("total_s", "Predicted step"), ("peak_bytes", "Peak memory per device
 def write(sweep: Any, path: Path) -> Path:
     """Writes the page; see :meth:`autoshard_ilp.explore.sweep_result.Sweep.report`."""
     try:
-        path.write_text(page(sweep), encoding="utf-8")
+        write_whole(path, page(sweep).encode())
     except OSError as error:
         raise SweepFileError(
             f"A report is written to a file that can be written. Received: {path} ({error})."

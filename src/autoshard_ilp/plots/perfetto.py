@@ -14,6 +14,7 @@ from typing import Any
 from autoshard_ilp.arguments import file_path
 from autoshard_ilp.course import COMPUTE, Segment, behind_compute, op_events
 from autoshard_ilp.errors import InputShapeError, PlanFileError
+from autoshard_ilp.files import write_whole
 
 LAYERS = "layers"
 
@@ -43,7 +44,7 @@ def write(plan: Any, path: str | os.PathLike[str]) -> None:
         "otherData": {"plan": headline(plan), "what": "predicted by autoshard_ilp, not measured"},
     }
     try:
-        file_path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+        write_whole(file_path(path), json.dumps(document, separators=(",", ":")).encode())
     except OSError as error:
         raise PlanFileError(f"A trace is written to a file that can be written. Received: {path} ({error}).") from error
 
