@@ -106,3 +106,26 @@ def test_only_what_is_cheaper_than_the_cutoff_is_found(program: Program, part: f
         assert found.choices is None
         assert found.status == "infeasible" or found.lower_bound >= cutoff * (1 - 1e-9)
         assert best.status == "infeasible" or found.status != "infeasible"
+
+
+def test_a_search_ends_once_memory_is_proved_to_be_dear() -> None:
+    """Bound and plan are true, the plan fits, and memory adds what is said."""
+    ended = 0
+    for seed in range(30):
+        program = tight(random_program(seed, 9, "random", "plain", forbidden=0.05, memory=True), 0.2)
+        if program is None:
+            continue
+        free = brute_force(dataclasses.replace(program, capacity=None)).objective
+        best, found = brute_force(program), solve(program, OPTIONS, dear=0.02)
+        assert found.lower_bound <= best.objective * (1 + 1e-9)
+        assert found.choices is not None and program.peak(found.choices) <= program.capacity
+        if found.status != "optimal":
+            assert found.report["too_dear"] and best.objective * 0.98 >= free
+            ended += 1
+        else:
+            assert found.objective == pytest.approx(best.objective, rel=1e-9)
+        cutoff = best.objective * 1.5
+        beaten = solve(program, OPTIONS, dear=0.02, cutoff=cutoff)
+        assert beaten.lower_bound <= best.objective * (1 + 1e-9)
+        assert beaten.choices is not None or beaten.report["too_dear"]
+    assert ended > 0

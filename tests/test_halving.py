@@ -184,7 +184,7 @@ def test_the_larger_program_starts_from_what_is_known() -> None:
     first = solution(2.0, "feasible", 1.9, large=True)
     solver = _Solver([first, solution(1.95)], takes=3.0)
     _, found, _ = solve_halved(make, solver, 100.0, lambda: solver.now)
-    known = {"relaxed": [7, 8, 8], "plan_seconds": pytest.approx(0.6 * 97.0)}
+    known = {"relaxed": [7, 8, 8], "plan_seconds": pytest.approx(0.6 * 97.0), "without_memory": 1.9}
     assert solver.asked == [("tied", None, 100.0, {"rows": False}), ("fine", [7, 9, 9], 97.0, known)]
     assert found.report["without_memory"] == 1.9
     assert start_of(TIED.table, FINE.table, np.array([7, 9])).tolist() == [7, 9, 9]

@@ -17,7 +17,7 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.remat import POLICIES, Policy, parse_policy
-from autoshard_ilp.rematsearch import GAIN, recomputed_share, search
+from autoshard_ilp.rematsearch import DEAR_SHARE, GAIN, recomputed_share, search
 from profiles_for_tests import toy
 
 MESH = {"data": 8}
@@ -95,7 +95,7 @@ class _Planner:
     kept: dict[str, float] = field(default_factory=lambda: {"never": 1.0, "selective": 0.5, "full": 0.1})
     asked: list[str] = field(default_factory=list)
 
-    def __call__(self, text: str, seconds: float, worse_than: float) -> Any:
+    def __call__(self, text: str, seconds: float, worse_than: float, dear: float) -> Any:
         self.asked.append(text)
         policy = parse_policy(text)
         chosen = [policy.of(i) for i in range(self.n_blocks)]
@@ -149,7 +149,7 @@ def test_a_plan_that_its_budget_makes_dear_is_compared_with_recomputation(
 def test_plans_that_recompute_share_the_time_that_is_left(any_plan: Plan) -> None:
     now, given = 0.0, dict[str, float]()
 
-    def tried(policy: str, seconds: float, worse_than: float) -> Plan:
+    def tried(policy: str, seconds: float, worse_than: float, dear: float) -> Plan:
         nonlocal now
         given[policy] = seconds
         now += seconds  # each takes all it may
@@ -157,6 +157,36 @@ def test_plans_that_recompute_share_the_time_that_is_left(any_plan: Plan) -> Non
 
     search(POLICIES, tried, lambda failed: 16, 100.0, lambda: now, dear=lambda plan: 0.5)
     assert given == pytest.approx({"never": 80.0, "selective": 10.0, "full": 10.0})
+
+
+def test_policies_left_as_too_dear_are_taken_up_where_they_may_be_faster(any_plan: Plan) -> None:
+    """The best is solved to the end; of the others only those whose bound leaves room are asked again."""
+    asked: list[tuple[str, float, float]] = []
+
+    def plan(policy: str, seconds: float, status: str, bound: float) -> Plan:
+        assert any_plan.trail is not None
+        solution = replace(any_plan.trail.solution, objective=seconds, status=status, lower_bound=bound)
+        trail = replace(any_plan.trail, solution=solution)
+        return replace(any_plan, remat_policy=policy, cost=_Cost(seconds), lower_bound=bound, trail=trail)
+
+    def left(policy: str, bound: float) -> Any:
+        return SimpleNamespace(step=SimpleNamespace(remat=policy), solution=solution_of(bound))
+
+    def solution_of(bound: float) -> Any:
+        return SimpleNamespace(status="feasible", lower_bound=bound)
+
+    def tried(policy: str, seconds: float, worse_than: float, dear: float) -> Any:
+        asked.append((policy, worse_than, dear))
+        if dear == 1.0:
+            return plan("full", 10.0, "optimal", 10.0) if policy == "full" else plan("never", 9.0, "optimal", 9.0)
+        return plan("never", 20.0, "feasible", 5.0) if policy == "never" else left("selective", 9.5)
+
+    found = search(POLICIES, tried, lambda failed: 16, 100.0, dear=lambda plan: 0.5)
+    below_20, below_10 = pytest.approx(20.0 * (1 - GAIN)), pytest.approx(10.0 * (1 - GAIN))
+    first = [("never", math.inf, DEAR_SHARE), ("selective", below_20, DEAR_SHARE), ("full", below_20, 1.0)]
+    assert asked == [*first, ("never", below_10, 1.0)], "9.5 s at least is slower than the 9 s found by then"
+    assert found.plan is not None and found.plan.remat_policy == "never" and found.plan.cost.total_s == 9.0
+    assert "no faster plan was found" in found.plan.notes[-1]
 
 
 def test_where_fewer_blocks_cannot_be_faster_more_are_tried(any_plan: Plan) -> None:
@@ -168,7 +198,7 @@ def test_where_fewer_blocks_cannot_be_faster_more_are_tried(any_plan: Plan) -> N
         solution = replace(any_plan.trail.solution, objective=seconds)
         return replace(any_plan, cost=_Cost(seconds), trail=replace(any_plan.trail, solution=solution))
 
-    def tried(text: str, seconds: float, worse_than: float) -> Any:
+    def tried(text: str, seconds: float, worse_than: float, dear: float) -> Any:
         policy = parse_policy(text)
         if text == "never":
             return text

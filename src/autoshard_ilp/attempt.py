@@ -69,11 +69,13 @@ def attempt(
     seconds: float = math.inf,
     cutoff: float = math.inf,
     binds: Binds = Binds.PERHAPS,
+    dear: float = 1.0,
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
 
     ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow. Only a plan
-    whose objective is below ``cutoff`` (seconds) is wanted. ``binds`` as in :func:`solve_halved`.
+    whose objective is below ``cutoff`` (seconds) is wanted. ``binds`` as in :func:`solve_halved`, ``dear`` as in
+    :func:`autoshard_ilp.program.solve`.
     """
     from autoshard_ilp.program import solve
 
@@ -84,7 +86,7 @@ def attempt(
             return Priced(table, build(step, infos, table, request), pinned)
 
     def solved(problem: Priced, start: Any, seconds: float, **keywords: Any) -> Any:
-        keywords |= {"hint": start, "cutoff": cutoff, "on_progress": progress.tell}
+        keywords |= {"hint": start, "cutoff": cutoff, "dear": dear, "on_progress": progress.tell}
         with progress.stage("solve"):
             return solve(problem.program, within(request.solver, seconds), **keywords)
 

@@ -89,7 +89,8 @@ def solve_halved(
 
     def over(found: Any) -> bool:
         known = found.status in ("infeasible", "optimal") or found.lower_bound >= cutoff
-        return bool(known or found.report.get("interrupted") or left() <= 0)
+        ended = found.report.get("interrupted") or found.report.get("too_dear")
+        return bool(known or ended or left() <= 0)
 
     for halved in (False,) if binds is Binds.PERHAPS else (True, False):
         one = make(halved)
@@ -105,7 +106,11 @@ def solve_halved(
         return one, first, ()
     fine = one if one.table.halved else make(True)
     start = None if first.choices is None else start_of(one.table, fine.table, first.choices)
-    known = {"relaxed": start_of(one.table, fine.table, relaxed), "plan_seconds": PLAN_SHARE * left()}
+    known = {
+        "relaxed": start_of(one.table, fine.table, relaxed),
+        "plan_seconds": PLAN_SHARE * left(),
+        "without_memory": first.lower_bound,
+    }
     second = solve(fine, start, left(), **known)
     second.report["without_memory"] = first.lower_bound
     if second.choices is None and not over(second) and not one.table.halved:

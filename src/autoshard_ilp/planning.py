@@ -52,14 +52,14 @@ def _search(
 ) -> Plan:
     tight, bound = False, False  # something did not fit; all blocks recompute and memory binds nevertheless
 
-    def tried(policy: str, seconds: float, cutoff: float) -> Plan | Failure:
+    def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Plan | Failure:
         nonlocal tight, bound
         with progress.stage("graph"):
             graph = step(policy)
-        known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds, "cutoff": cutoff}
+        known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds}
         between = policy not in policies
         binds = Binds.SURELY if bound and between else Binds.LIKELY if tight else Binds.PERHAPS
-        answer = attempt(graph, traced, request, progress, binds=binds, **known)
+        answer = attempt(graph, traced, request, progress, cutoff=cutoff, dear=dear, binds=binds, **known)
         if not between:
             bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0
             tight = tight or bound or isinstance(answer, Failure)

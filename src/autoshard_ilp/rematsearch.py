@@ -6,10 +6,11 @@ decided anew for it, and its copies are priced by their FLOP, bytes and collecti
 
 1. plans without recomputation; if that fits and costs next to no more than it would without a budget, it is the best,
    since copies only add cost;
-2. if it fits but the budget makes it dear, recomputes all blocks, selectively or in full, and takes the fastest;
+2. if it fits but the budget makes it dear, recomputes all blocks, selectively or in full, and takes the fastest: each
+   policy is left once it is proved dear, and the best is taken up again, as is what is not proved to be slower;
 3. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit;
 4. then halves the interval between the smallest ``k`` known to fit and the largest known not to, or not to be faster;
-   where the budget binds although all blocks recompute, it goes on only if an eighth of them less is faster.
+   where the budget binds although all blocks recompute, by an eighth of them, and only while that is faster.
 
 The third step is enough where recomputation takes next to nothing and planning takes long. Of everything that fits,
 the plan with the shortest step is taken; fewer recomputed blocks leave less room for copies of weights, so the smallest
@@ -74,7 +75,7 @@ def memory_share(plan: Plan) -> float:
     return max(0.0, 1.0 - bound / solution.objective)
 
 
-Tried = Callable[[str, float, float], Any]
+Tried = Callable[[str, float, float, float], Any]
 
 
 def worth(plan: Plan) -> float:
@@ -104,8 +105,9 @@ def search(
     Args:
         policies: allowed ones, from the fastest to the smallest; with "never" among them, the number of recomputed
             blocks is searched for.
-        tried: policy text, most seconds to solve, and the objective that only a better plan is wanted for -> plan, or a
-            failure where none fits or none is better.
+        tried: policy text, most seconds to solve, the objective that only a better plan is wanted for, and the share of
+            the step from which on a budget that adds more is left without proof -> plan, or a failure where none fits
+            or none is better.
         blocks_of: number of blocks, from the failure of "never".
         time_limit: seconds of solving, of all policies together; a first plan that fits is looked for in any case.
         clock: seconds that only grow.
@@ -121,7 +123,8 @@ def search(
         began = clock()
         left = max(deadline - began, LEAST_PART * time_limit)
         part = FIRST_PART if fewer else NEVER_PART if policy == "never" and len(policies) > 1 else 1.0
-        answer = tried(policy, part * left, math.inf)
+        alone = policy != "never" or len(policies) == 1
+        answer = tried(policy, part * left, math.inf, 1.0 if alone else DEAR_SHARE)
         took = clock() - began
         if not isinstance(answer, Plan):
             found.failures.append(answer)
@@ -149,26 +152,61 @@ def _recomputed_instead(
 ) -> None:
     """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute.
 
-    The policies share the seconds that are ``left``.
+    The policies share the seconds that are ``left``. Those left without proof are taken up again, the best first: that
+    one is solved to the end, and the others need only be proved to be no faster.
     """
     assert found.plan is not None
     best = first = found.plan
+    unproved = [_Open.of(first)]
     for number, policy in enumerate(policies):
         if left() <= 0:
             break
-        answer = tried(policy, left() / (len(policies) - number), worth(best))
+        last = number == len(policies) - 1
+        answer = tried(policy, left() / (len(policies) - number), worth(best), 1.0 if last else DEAR_SHARE)
+        unproved.append(_Open.of(answer))
         if isinstance(answer, Plan) and answer.cost.total_s < best.cost.total_s:
             best = answer
             if dear(best) <= DEAR_SHARE:
                 break
-    if best is first:
-        note = f"The budget adds up to {dear(first):.0%} to the step; with recomputation no faster plan was found."
-    else:
+    for one in sorted((x for x in unproved if x is not None), key=lambda x: x.seconds):
+        own = one.policy == best.remat_policy
+        if left() <= 0 or not (own or one.bound < worth(best)):
+            continue
+        answer = tried(one.policy, left(), math.inf if own else worth(best), 1.0)
+        if isinstance(answer, Plan) and answer.cost.total_s <= best.cost.total_s:
+            best = answer
+    if best.remat_policy == first.remat_policy:
+        note = f"The budget adds up to {dear(best):.0%} to the step; with recomputation no faster plan was found."
+    elif _Open.of(first) is None:
         note = (
             f"Recomputation ({best.remat_policy}) although a plan without any fits: that one's step would take "
             f"{first.cost.total_s / best.cost.total_s:.2f} times as long."
         )
+    else:
+        note = f"Recomputation ({best.remat_policy}) although a plan without any fits: none of those is faster."
     found.plan = replace(best, notes=(*best.notes, note))
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A policy left without proof: the step of its plan in seconds, infinite without one, and its bound."""
+
+    policy: str
+    seconds: float
+    bound: float
+
+    @staticmethod
+    def of(answer: Any) -> _Open | None:
+        """None where there is nothing to be proved."""
+        if isinstance(answer, Plan):
+            solution = None if answer.trail is None else answer.trail.solution
+            policy, seconds = answer.remat_policy, answer.cost.total_s
+        else:
+            solution = getattr(answer, "solution", None)
+            policy, seconds = getattr(getattr(answer, "step", None), "remat", ""), math.inf
+        if solution is None or solution.status != "feasible":
+            return None
+        return _Open(policy, seconds, float(solution.lower_bound))
 
 
 def _infeasible(failure: Any) -> bool:
@@ -191,14 +229,16 @@ def _fewer_blocks(
 
     A number with which no plan is faster than the best one counts as one that does not fit: fewer leave less room.
     Where the budget ``binds`` already, recomputed blocks make room that layouts would pay for; if an eighth of them
-    less is no faster, that room is worth more than the recomputation, which ends the search.
+    less is no faster, that room is worth more than the recomputation. The search then goes down in steps of an eighth,
+    each twice the one before, and back, and ends within an eighth.
     """
     assert found.plan is not None
     best, low, high, slower = found.plan, 0, n_blocks, False
-    probe = n_blocks - max(1, n_blocks // 8) if binds else None
-    while high - low > 1 and low != probe and clock() < deadline:
-        middle = probe if probe is not None and high == n_blocks else (low + high) // 2
-        answer = tried(str(Policy(policy, middle, rest)), deadline - clock(), worth(best))
+    jump = fine = max(1, n_blocks // 8) if binds else 1
+    while high - low > fine and clock() < deadline:
+        middle = max(1, high - jump) if binds and low == 0 else (low + high) // 2
+        jump *= 2
+        answer = tried(str(Policy(policy, middle, rest)), deadline - clock(), worth(best), 1.0)
         if isinstance(answer, Plan):
             high = middle
             best = min(best, answer, key=lambda p: p.cost.total_s)
@@ -210,7 +250,7 @@ def _fewer_blocks(
         else:
             break  # out of time
     fewer = "fewer are no faster or do not fit" if slower else "fewer do not fit"
-    if low == probe:
+    if high - low <= fine and binds:
         searched = f"{low} are no faster or do not fit"
     else:
         searched = fewer if high - low == 1 else f"{low} do not fit, what lies between was not tried in time"

@@ -57,6 +57,7 @@ class Policy:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.plans: list[np.ndarray] = []
+        self.met: list[tuple[int, float]] = []  # of plans: peak in bytes and seconds
         self.bounds: list[tuple[float, float]] = []  # (budget, lower bound): holds for every smaller budget too
         self.impossible = -1.0  # no plan within this budget
 
@@ -65,6 +66,14 @@ class Policy:
         if budget <= self.impossible:
             return math.inf
         return max((b for at, b in self.bounds if at >= budget), default=-math.inf)
+
+    def known(self, budget: float) -> float:
+        """Seconds of the cheapest plan met that fits a budget; infinite without one."""
+        program = self.problem.program
+        while len(self.met) < len(self.plans):
+            plan = self.plans[len(self.met)]
+            self.met.append((int(program.peak(plan)), float(program.cost(plan))))
+        return min((cost for peak, cost in self.met if peak <= budget), default=math.inf)
 
     def solve(self, budget: int | None, seconds: float, progress: Any, cutoff: float) -> Any:
         """The best plan within a budget that is faster than ``cutoff`` seconds; what is known already is used."""
@@ -130,10 +139,13 @@ class Frontier:
         return max(0.0, self.deadline - time.monotonic())
 
     def probe(self, budget: int | None) -> Probe | None:
-        """The best plan within a budget over all policies; None when none is found."""
+        """The best plan within a budget over all policies; None when none is found.
+
+        The policy with the cheapest plan known comes first: the others then need a bound, not an optimum.
+        """
         limit = math.inf if budget is None else float(budget)
         best: tuple[float, Policy, Any] | None = None
-        for policy in self.policies:
+        for policy in sorted(self.policies, key=lambda p: p.known(limit)):
             cutoff = math.inf if best is None else best[0] * (1 - SAME / 2)
             if policy.bound(limit) >= cutoff:
                 continue  # it cannot be faster

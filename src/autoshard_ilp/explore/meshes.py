@@ -256,7 +256,7 @@ class Search:
         cutoff, slower = (best if self.prune else math.inf), False
         solutions: dict[str, tuple[Problem, Any]] = {}
 
-        def tried(policy: str, seconds: float, worse_than: float) -> Any:
+        def tried(policy: str, seconds: float, worse_than: float, dear: float) -> Any:
             nonlocal slower
             problem = one.problem or self.source.problem(policy, one.request, self.progress)
             relaxed = one.relaxed

@@ -113,8 +113,8 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
 
     known = _attempts(plan)
 
-    def tried(policy: str, seconds: float, cutoff: float) -> Any:
-        answer = _again(plan, known.get(policy), policy, request, progress, seconds, cutoff)
+    def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Any:
+        answer = _again(plan, known.get(policy), policy, request, progress, seconds, cutoff, dear)
         return answer if isinstance(answer, Plan) or policy in policies else answer.without_tables()
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
@@ -144,8 +144,9 @@ def _again(
     progress: Progress,
     seconds: float,
     cutoff: float,
+    dear: float,
 ) -> Any:
-    """The plan under one policy, or the failure; only a plan whose objective is below ``cutoff`` seconds is wanted."""
+    """The plan under one policy, or the failure; ``cutoff`` and ``dear`` as in :func:`autoshard_ilp.program.solve`."""
     from autoshard_ilp.step import graph_of
 
     facts = Known()
@@ -164,7 +165,7 @@ def _again(
 
     def solve(problem: Problem, start: Any, seconds: float, **keywords: Any) -> Any:
         own = facts if problem is first else Known(() if start is None else (start,))
-        return solved(problem, progress, own, seconds, cutoff=cutoff, **keywords)
+        return solved(problem, progress, own, seconds, cutoff=cutoff, dear=dear, **keywords)
 
     def make(halved: bool) -> Problem:
         return reprice(first.step, first.infos, request, progress, halved=True) if halved else first

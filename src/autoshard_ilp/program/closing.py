@@ -42,6 +42,7 @@ SHARE = 0.4  # of the time left, for one integer program
 GUESSES = 12
 MARGIN = 2e-3  # of the capacity, left free by a plan of few strategies per node
 TRIES = 8  # of a limit, per guess
+ANY_PLAN = 0.2  # relative gap of a plan that will do, where only some plan is wanted
 
 
 NOTHING = MilpResult("infeasible", None, math.inf, 0.0)
@@ -218,6 +219,8 @@ class Closing(PricedNet):
     def _run(self, net: Net, spare: int, deadline: float) -> MilpResult:
         search, options = self.search, self.search.options
         gap = options.relative_gap * abs(search.upper) if math.isfinite(search.upper) else 0.0
+        if search.too_dear:
+            gap = max(gap, ANY_PLAN * abs(search.lower))
         return Milp(net, self.owner.capacity, search.upper, spare).solve(deadline, options.seed, gap)
 
     def _excess(self, net: Net, result: MilpResult) -> int:

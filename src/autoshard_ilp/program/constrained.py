@@ -47,6 +47,7 @@ class Constrained:
         self.seen: list[np.ndarray] = []
         self.log: list[dict[str, Any]] = []
         search.report["memory"] = self.log
+        search.without_memory = max(search.without_memory, search.lower)
         search.report["without_memory"] = search.lower
 
     @staticmethod

@@ -27,6 +27,8 @@ class Search:
     on_progress: Callable[[dict], None] | None
     cutoff: float = math.inf  # seconds: only cheaper plans are wanted
     plan_seconds: float = math.inf  # for any plan
+    dear: float = 1.0  # share of the objective: enough is known once memory is proved to add more than this
+    without_memory: float = -math.inf  # seconds: a bound of the optimum without memory
     best: np.ndarray | None = None
     upper: float = field(init=False)  # of the best plan, or the cutoff
     lower: float = -math.inf
@@ -102,13 +104,22 @@ class Search:
             self.add_seconds("presolve", since)
         return presolve
 
+    @property
+    def too_dear(self) -> bool:
+        """Whether memory is proved to add more than the share :attr:`dear` of the objective."""
+        return self.without_memory > 0 and self.lower * (1.0 - self.dear) >= self.without_memory
+
     def done(self) -> bool:
-        """Proved to the gap asked for. A cutoff is no plan: what is cheaper, if only a little, is still looked for."""
+        """Proved to the gap asked for, or too dear and not without a plan or a cutoff.
+
+        A cutoff is no plan: what is cheaper, if only a little, is still looked for.
+        """
         if math.isinf(self.upper):
             return False
         if self.best is None:
-            return self.lower >= self.upper
-        return self.upper - self.lower <= max(self.options.relative_gap, PROOF) * abs(self.upper) + self.rounding
+            return self.lower >= self.upper or self.too_dear
+        gap = max(self.options.relative_gap, PROOF) * abs(self.upper)
+        return self.upper - self.lower <= gap + self.rounding or self.too_dear
 
     @property
     def rounding(self) -> float:
@@ -120,6 +131,8 @@ class Search:
         seconds = time.monotonic() - self.began
         if infeasible:
             return Solution("infeasible", None, math.inf, math.inf, 0, seconds, self.report)
+        if self.too_dear:
+            self.report["too_dear"] = True
         if self.best is None:
             return Solution("feasible", None, math.inf, min(self.lower, self.cutoff), 0, seconds, self.report)
         proved = self.upper - self.lower <= PROOF * abs(self.upper) + self.rounding

@@ -69,6 +69,8 @@ def solve(
     relaxed: np.ndarray | None = None,
     plan_seconds: float = math.inf,
     cutoff: float = math.inf,
+    dear: float = 1.0,
+    without_memory: float = -math.inf,
     on_progress: Callable[[dict], None] | None = None,
 ) -> Solution:
     """Find the cheapest assignment within the memory capacity, with proof.
@@ -83,6 +85,10 @@ def solve(
         plan_seconds: seconds after which the search ends unless a plan is known.
         cutoff: seconds; only a cheaper assignment is wanted. Where none is, the answer has ``choices=None`` and a bound
             of ``cutoff``.
+        dear: share of the objective; once memory is proved to add more than this to the optimum without it, the search
+            ends with any plan, or where only better ones than ``cutoff`` are wanted, without, and says so in
+            ``report["too_dear"]``. 1: it does not.
+        without_memory: seconds, a lower bound of that optimum, where one is known.
         on_progress: called with ``{"stage", "seconds", "objective", "lower_bound", "choices"}``.
 
     Returns:
@@ -94,7 +100,7 @@ def solve(
     """
     check(program, hint)
     load_kernels()
-    search = Search(program, options, time.monotonic(), on_progress, cutoff, plan_seconds)
+    search = Search(program, options, time.monotonic(), on_progress, cutoff, plan_seconds, dear, without_memory)
     if hint is not None:
         search.offer(np.asarray(hint, np.int64))
     infeasible = False
