@@ -156,12 +156,12 @@ def test_what_a_backward_loop_reads_waits_for_the_loop_before_it() -> None:
         assert producer.region == regions[0] or producer.id > max(o.id for o in graph.ops if o.region == regions[0])
 
 
-def chain(width: int, n_layers: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+def chain(width: int, n_layers: int, transposed: bool = False) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
     """Graph of products that each read a weight of their own, and its arguments."""
 
     def run(x: Any, *weights: Any) -> Any:
         for w in weights:
-            x = jnp.tanh(x @ w)
+            x = jnp.tanh(x @ (w.T if transposed else w))
         return x
 
     args = [jax.ShapeDtypeStruct((n, width), "float32") for n in (1024, *[width] * n_layers)]
@@ -174,16 +174,19 @@ def gathering(graph: Any, mesh: Mesh, waits: bool) -> Any:
     layouts = {(op.id, j): (0,) for op in graph.ops for j in range(len(op.outputs))}
     products = [op for op in graph.ops if op.primitive == "dot_general"]
     operands = {(op.id, 1): (-1,) for op in products}
-    late = frozenset(operands) if waits else frozenset()
+    transposes = {(op.id, 0): (-1,) for op in graph.ops if op.primitive == "transpose"}
+    late = frozenset(transposes or operands) if waits else frozenset()
+    layouts, operands = layouts | transposes, operands | transposes
     run = planned_function(graph, Decisions(operands, layouts, waits=late), mesh, ("data",))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     return jax.jit(run, in_shardings=(rows,) * len(graph.arguments), out_shardings=[rows])
 
 
 @needs_cuda
-def test_gathers_that_wait_for_their_readers_are_not_made_early() -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gathers_that_wait_for_their_readers_are_not_made_early(transposed: bool) -> None:
     width, n_layers = 4096, 6
-    graph, args = chain(width, n_layers)
+    graph, args = chain(width, n_layers, transposed)
     mesh = compile_only_mesh(parse_target("h100:8"), ("data",), (8,))
     held = {}
     for waits in (False, True):
@@ -193,8 +196,9 @@ def test_gathers_that_wait_for_their_readers_are_not_made_early() -> None:
     assert held[True] < 2 * copy < held[False]
 
 
-def test_gathers_that_wait_change_no_value() -> None:
-    graph, args = chain(16, 3)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gathers_that_wait_change_no_value(transposed: bool) -> None:
+    graph, args = chain(16, 3, transposed)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
     random = np.random.default_rng(0)
     values = [random.normal(size=a.shape).astype("float32") for a in args]

@@ -75,7 +75,7 @@ def beside(graph: Graph, op: Op, operand: int, known: Sequence[bool]) -> int | N
     """What an operation of the forward pass computes with next to one of its operands, as first computed.
 
     Args:
-        op: it, or the hub in front of it.
+        op: it, or what only hands the operand on to it: a hub, a cast, a transpose.
         operand: which one is left out.
         known: per tensor, whether it is there from the start (``costs/combining.py``).
 
@@ -83,11 +83,11 @@ def beside(graph: Graph, op: Op, operand: int, known: Sequence[bool]) -> int | N
         A tensor that something may wait for; None where there is none but what the step starts with: a weight's cast is
         there from the start as well, and would be written for the look at it.
     """
-    others = [t for i, t in enumerate(op.inputs) if i != operand]
-    if op.primitive == "hub":
-        readers = graph.tensors[op.outputs[0]].consumers
-        first, at = readers[0] if readers else (op.id, 0)
-        others = [t for i, t in enumerate(graph.ops[first].inputs) if i != at]
+    first, at = op, operand
+    while len(first.inputs) == len(first.outputs) == 1 and graph.tensors[first.outputs[0]].consumers:
+        reader, at = graph.tensors[first.outputs[0]].consumers[0]
+        first = graph.ops[reader]
+    others = [t for i, t in enumerate(first.inputs) if i != at]
     for t in (graph.behind(other, VIEWS) for other in others):
         producer = graph.tensors[t].producer
         made = None if producer is None else graph.ops[producer]
