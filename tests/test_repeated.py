@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard_ilp import manual, repeated
+from autoshard_ilp import apply, manual, repeated
 from autoshard_ilp.apply import Decisions, planned_function
-from autoshard_ilp.graph import Graph, build_graph
-from autoshard_ilp.repeated import unequal_broadcasts
+from autoshard_ilp.graph import Graph, build_graph, insert_hubs
+from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.verify import parse_collectives
 from compiled import NAMES, mesh_of, needs_cuda, needs_tpu, sharding
 
@@ -95,6 +95,71 @@ def test_broadcasts_of_one_layout_are_left_alone() -> None:
     layouts = {graph.ops[op].outputs[j]: at for (op, j), at in decided.results.items()}
     assert len(unequal_broadcasts(graph, "tpu", layouts.get)) == 2
     assert not unequal_broadcasts(graph, "tpu", dict.fromkeys(layouts, FEATURES).get)
+
+
+ODD = 4001
+LOGITS = ((1024, 256), (256, ODD), (1024,))
+
+
+def weighted(x: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
+    """A number per row for each of an odd number of columns, as the gradient of a loss over a vocabulary has it."""
+    logits = jnp.tanh(x @ w)
+    each = jax.lax.broadcast_in_dim(g, logits.shape, (0,))
+    return jnp.sum(jax.lax.mul(jax.lax.exp(logits), each) @ w.T)
+
+
+def odd_graph(hubs: bool = False) -> tuple[Graph, Decisions]:
+    """Columns over the second axis wherever there are any, but for the broadcast, which is cut by who reads it."""
+    args = [jax.ShapeDtypeStruct(s, "float32") for s in LOGITS]
+    graph = build_graph(jax.make_jaxpr(weighted)(*args), argument_paths=["x", "w", "g"], result_paths=["r"])
+    graph = insert_hubs(graph, min_elements=1) if hubs else graph
+    operands, results = {}, {}
+    for op in graph.ops:
+        for places, tensors in ((operands, op.inputs), (results, op.outputs)):
+            for i, t in enumerate(tensors):
+                shape = graph.tensors[t].shape
+                behind = graph.tensors[graph.behind(t, ("hub",))].producer
+                whole = (
+                    behind is not None and graph.ops[behind].primitive == "broadcast_in_dim" and op.primitive != "mul"
+                )
+                places[op.id, i] = (-1, shape.index(ODD)) if ODD in shape and not whole else (-1, -1)
+    for argument in graph.arguments:
+        results[argument, 0] = (-1, -1)
+    return graph, Decisions(operands, results)
+
+
+def compiled_odd(target: str) -> Any:
+    graph, decided = odd_graph()
+    mesh = mesh_of(target)
+    ins = tuple(sharding(mesh, (-1, -1), len(s)) for s in LOGITS)
+    step = jax.jit(planned_function(graph, decided, mesh, NAMES), in_shardings=ins)
+    return step.lower(*(jax.ShapeDtypeStruct(s, "float32") for s in LOGITS)).compile()
+
+
+@needs_tpu
+@pytest.mark.tpu
+def test_a_broadcast_cut_unevenly_is_not_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"f32[1024,{ODD}]" not in compiled_odd("tpu-v5e:2x4").as_text()
+    monkeypatch.setattr(apply, "made_as_read", lambda graph, operands, results: (operands, results))
+    assert f"f32[1024,{ODD}]" in compiled_odd("tpu-v5e:2x4").as_text(), "XLA:TPU cuts it now: made_as_read can go"
+
+
+def test_broadcasts_cut_unevenly_have_the_same_values() -> None:
+    args = [np.random.default_rng(i).normal(size=s).astype("float32") / 32 for i, s in enumerate(LOGITS)]
+    (got,) = compiled_odd("cpu:8")(*args)
+    np.testing.assert_allclose(got, weighted(*map(jnp.asarray, args)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("hubs", [False, True])
+def test_broadcasts_are_made_as_all_their_readers_cut_them(hubs: bool) -> None:
+    graph, decided = odd_graph(hubs)
+    (each,) = (op for op in graph.ops if op.primitive == "broadcast_in_dim")
+    operands, results = made_as_read(graph, decided.operands, decided.results)
+    assert (decided.results[each.id, 0], results[each.id, 0]) == ((-1, -1), (-1, 1))
+    changed = {at for at, layout in results.items() if decided.results[at] != layout}
+    assert {graph.ops[op].primitive for op, _ in changed} <= {"broadcast_in_dim", "hub"}
+    whole = dict.fromkeys(operands, (-1, -1))
+    assert made_as_read(graph, whole, decided.results)[1] == decided.results
 
 
 def test_what_does_not_divide_is_left_to_the_compiler() -> None:

@@ -32,7 +32,7 @@ from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
 from autoshard_ilp.inplace import waiting_updates
 from autoshard_ilp.order import order_of
-from autoshard_ilp.repeated import unequal_broadcasts
+from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
 from autoshard_ilp.sharding import (
     PARTIAL,
@@ -133,6 +133,8 @@ class _Plan:
         axis_names: tuple[str, ...],
         marked: bool = False,
     ) -> None:
+        operands, results = made_as_read(graph, decisions.operands, decisions.results)
+        decisions = replace(decisions, operands=operands, results=results)
         self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
         self.marked = marked
         self.platform = platform = compat.platform_of(mesh)

@@ -1,4 +1,8 @@
-"""Equal broadcasts that a plan lays out differently, and that must not become one.
+"""Broadcasts as the plan means them: made on every device, in the layout in which they are read.
+
+A plan may keep a broadcast whole and cut it for its reader, since neither costs anything. XLA makes one of the two
+where the cut divides. Where it does not (half of a vocabulary of 50257) it writes the broadcast, whole: so what all
+readers cut is made as they read it (:func:`made_as_read`).
 
 A normalisation multiplies by one number per token in the forward pass, and again in the backward pass, where the plan
 may shard the features of one and not of the other. Each device repeats its numbers for itself, so no collective is
@@ -10,17 +14,50 @@ device, under ``shard_map`` (:func:`autoshard_ilp.manual.repeat`): of different 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from autoshard_ilp.costs.fusion import VIEWS
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op
 from autoshard_ilp.rules.elementwise import SEVERAL_OPERANDS
-from autoshard_ilp.sharding import PARTIAL, Layout
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout
 
 Dims = tuple[int, ...]
 
+Places = Mapping[tuple[int, int], Layout]
+"""(op id, operand or result index) -> layout."""
+
 PLATFORMS = frozenset({"tpu"})
 """Whose compilers merge them. XLA:CPU and XLA:GPU make both."""
+
+
+def made_as_read(graph: Graph, operands: Places, results: Places) -> tuple[Places, Places]:
+    """Decided layouts with every broadcast in the layout to which all its readers cut it, where they agree.
+
+    Args:
+        graph: of the step, hubs included.
+        operands, results: the decided layouts.
+
+    Returns:
+        Layouts of operands and results.
+    """
+    operands, results = dict(operands), dict(results)
+    for op in reversed(graph.ops):
+        now = results.get((op.id, 0))
+        if now is None or not _is_broadcast(graph, op):
+            continue
+        read = {operands.get((reader, i), now) for reader, i in graph.tensors[op.outputs[0]].consumers}
+        wanted = read.pop() if len(read) == 1 else now
+        if wanted != now and all(b == a or (a == WHOLE and b >= 0) for a, b in zip(now, wanted, strict=True)):
+            results[op.id, 0] = wanted
+            if op.primitive == "hub":
+                operands[op.id, 0] = wanted
+    return operands, results
+
+
+def _is_broadcast(graph: Graph, op: Op) -> bool:
+    """Whether an operation is a broadcast, or a hub behind one."""
+    producer = graph.tensors[graph.behind(op.outputs[0], ("hub",))].producer if op.primitive == "hub" else op.id
+    return producer is not None and graph.ops[producer].primitive == "broadcast_in_dim"
 
 
 def unequal_broadcasts(
