@@ -1,6 +1,7 @@
 """Wrong values of single arguments: our errors, with the rule and what was received."""
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
 
@@ -61,6 +62,9 @@ def test_solver_options_without_end():
         ({"progress": "yes"}, autoshard.InputShapeError, "progress is"),
         ({"sequence_length": 2.5}, autoshard.InputShapeError, "sequence_length must be"),
         ({"sequence_length": "8"}, autoshard.InputShapeError, "sequence_length must be"),
+        ({"mode": np.array([1, 2])}, autoshard.InputShapeError, "mode must be one of"),
+        ({"objective": np.array([1, 2])}, autoshard.InputShapeError, "objective is one of"),
+        ({"hardware": "h100:4"}, autoshard.ProfileError, "devices"),
         ({"hardware": "h100:abc"}, autoshard.ProfileError, "number of devices"),
     ],
     ids=str,
@@ -93,6 +97,20 @@ def test_a_budget_beyond_64_bits_is_no_constraint(model, plan):
         (lambda p: autoshard.optimize_fn(abs, (1.0,), MESH, donate_argnums=None), autoshard.InputShapeError),
         (lambda p: autoshard.pareto(None, MESH, budgets=5), autoshard.InputShapeError),
         (lambda p: autoshard.pareto(None, MESH, budgets="8GB"), autoshard.InputShapeError),
+        (lambda p: p.init_state(np.array([1, 2])), autoshard.InputShapeError),
+        (lambda p: p.what_if(objective=""), autoshard.InputShapeError),
+        (lambda p: p.what_if(solver={}), autoshard.InputShapeError),
+        (lambda p: p.explain(["kernel"]), autoshard.InputShapeError),
+        (lambda p: p.explain("kernel", time_limit=-1), autoshard.InputShapeError),
+        (lambda p: p.explain("kernel", time_limit=None), autoshard.InputShapeError),
+        (lambda p: p.plot.mesh(3), autoshard.InputShapeError),
+        (lambda p: p.plot.graph(3), autoshard.InputShapeError),
+        (lambda p: autoshard.baseline(None, MESH, ["fsdp"]), autoshard.InputShapeError),
+        (lambda p: autoshard.sweep(models=[], meshes=[], output=3), autoshard.InputShapeError),
+        (lambda p: autoshard.search_mesh(None, 2, axis_names="ab"), autoshard.InputShapeError),
+        (lambda p: autoshard.search_mesh(None, 2, axis_names=None), autoshard.InputShapeError),
+        (lambda p: autoshard.search_mesh(None, 2, max_axes=True), autoshard.InputShapeError),
+        (lambda p: autoshard.search_mesh(None, 2, prune="yes"), autoshard.InputShapeError),
     ],
 )
 def test_what_a_plan_is_asked(plan, call, error):

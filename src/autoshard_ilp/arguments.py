@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,28 @@ def whole_number(name: str, value: Any, least: int = 1, *, none: str = "") -> No
     """Raises InputShapeError unless ``value`` is an integer of at least ``least``, or None where ``none`` says why."""
     if none and value is None:
         return
-    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
+    if isinstance(value, bool) or not _is_index(value) or int(value) < least:
         rest = f", or None: {none}" if none else ""
         raise InputShapeError(f"{name} is an integer of at least {least}{rest}. Received: {value!r}.")
+
+
+def _is_index(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:  # an array of several numbers has the method, and raises
+        return False
+    return True
+
+
+def is_one_of(value: Any, names: Collection[str]) -> bool:
+    """Whether ``value`` is one of some names; whatever else it is, False and no exception."""
+    return isinstance(value, str) and value in names
+
+
+def string(name: str, value: Any) -> None:
+    """Raises InputShapeError unless ``value`` is a string."""
+    if not isinstance(value, str):
+        raise InputShapeError(f"{name} is a string. Received: {value!r}.")
 
 
 def number(name: str, value: Any, least: float, below: float) -> None:

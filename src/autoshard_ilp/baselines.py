@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoshard_ilp.arguments import is_one_of
 from autoshard_ilp.errors import InfeasibleError, InputShapeError, UnsupportedModelError
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.pins import Allowed
@@ -133,7 +134,7 @@ def plan_baseline(traced: Any, request: Any, name: str, progress: Any, policies:
 
 def check_name(name: str) -> None:
     """Raises InputShapeError for an unknown baseline."""
-    if name not in BASELINES:
+    if not is_one_of(name, BASELINES):
         raise InputShapeError(f"A baseline is one of {', '.join(BASELINES)}. Received: {name!r}.")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoshard_ilp.arguments import flag, mapping
+from autoshard_ilp.arguments import flag, is_one_of, mapping
 from autoshard_ilp.errors import InputShapeError, ProfileError
 from autoshard_ilp.mesh import MeshSpec, as_mesh
 from autoshard_ilp.pins import Allowed
@@ -50,7 +50,7 @@ def check_request(
     flag("strict", strict)
     where = as_mesh(mesh)
     profile, shape = _profile(hardware, where)
-    if objective not in OBJECTIVES:
+    if not is_one_of(objective, OBJECTIVES):
         raise InputShapeError(f"objective is one of {OBJECTIVES}. Received: {objective!r}.")
     options = SolverOptions() if solver is None else solver
     if not isinstance(options, SolverOptions):
@@ -66,8 +66,8 @@ def remat_policies(remat: str, mode: str) -> tuple[str, ...]:
     """Rematerialisation policies to try, in order."""
     from autoshard_ilp.remat import POLICIES, parse_policy
 
-    policies = POLICIES if remat == "auto" else (str(parse_policy(remat)),)
-    return policies if mode == "train" else ("never",)
+    policies = POLICIES if is_one_of(remat, ("auto",)) else (str(parse_policy(remat)),)
+    return policies if is_one_of(mode, ("train",)) else ("never",)
 
 
 def _profile(hardware: Any, mesh: MeshSpec) -> tuple[Any, str | None]:

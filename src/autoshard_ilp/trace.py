@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoshard_ilp.arguments import is_one_of
 from autoshard_ilp.errors import AutoshardError, InputShapeError, UnsupportedModelError
 
 MODES = ("train", "predict")
@@ -131,7 +132,7 @@ def trace_model(
     """
     from autoshard_ilp import keras_integration as ki
 
-    if mode not in MODES:
+    if not is_one_of(mode, MODES):
         raise InputShapeError(f"mode must be one of {MODES}. Received: {mode!r}.")
     ki.ensure_jax_backend()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.arguments import number, string
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.explore import show
 from autoshard_ilp.explore.again import (
@@ -164,6 +165,8 @@ def explain(plan: Plan, path: str, *, time_limit: float = 60.0, progress: Any = 
     """
     from autoshard_ilp.explore.whatif import with_trail
 
+    string("path", path)
+    number("time_limit", time_limit, 0.0, math.inf)
     plan = with_trail(plan)
     problem = problem_of(plan)
     leaves = matching_leaves(plan, path)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard_ilp.arguments import mapping
+from autoshard_ilp.arguments import flag, is_one_of, mapping
 from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError
 from autoshard_ilp.explore.again import Known, Problem, failure_of, plan_of, solved
 from autoshard_ilp.explore.meshes_table import Candidate, MeshSearch
@@ -83,6 +83,7 @@ def search_mesh(
     """
     kinds = hardware_list(hardware, devices)
     _check(rank, prices, kinds, max_axes, axis_names)
+    flag("prune", prune)
     options = {"batch_size": batch_size, "inputs": inputs, "targets": targets, "sample_weight": sample_weight}
     options |= {"sequence_length": sequence_length, "mode": mode}
     from autoshard_ilp.request import check_request, remat_policies
@@ -139,9 +140,12 @@ def _devices_of(chip: Any) -> int | None:
 
 
 def _check(rank: str, prices: Any, kinds: Mapping[str, Any], max_axes: int, axis_names: Sequence[str]) -> None:
-    if rank not in RANKS:
+    if not is_one_of(rank, RANKS):
         raise InputShapeError(f"rank is one of {RANKS}. Received: {rank!r}.")
-    if not isinstance(max_axes, int) or not 1 <= max_axes <= len(axis_names):
+    several = isinstance(axis_names, Sequence) and not isinstance(axis_names, str | bytes)
+    if not several or not all(isinstance(n, str) for n in axis_names):
+        raise InputShapeError(f"axis_names is a sequence of names. Received: {axis_names!r}.")
+    if isinstance(max_axes, bool) or not isinstance(max_axes, int) or not 1 <= max_axes <= len(axis_names):
         raise InputShapeError(
             f"max_axes is from 1 to the number of axis names. Received: {max_axes!r}, {axis_names!r}."
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autoshard_ilp.arguments import file_path, is_one_of
 from autoshard_ilp.errors import InputShapeError, SweepFileError
 from autoshard_ilp.explore.cases import AXES, SOLVER, Case, Work, grouped, read_sweep, work_of
 from autoshard_ilp.explore.results import VERSIONS, Row, Store, clean, read
@@ -75,7 +76,7 @@ def sweep(
     given |= {"sequence_lengths": sequence_lengths, "modes": modes, "objectives": objectives, "remat": remat}
     given |= {"strategies": strategies}
     plan = _settings(file, given, output, solver, workers, case_time_limit)
-    if other_versions not in OTHER_VERSIONS:
+    if not is_one_of(other_versions, OTHER_VERSIONS):
         raise InputShapeError(f"other_versions is one of {OTHER_VERSIONS}. Received: {other_versions!r}.")
     work = work_of(plan.axes, plan.solver)
     store = Store(plan.output) if plan.output is not None else None
@@ -123,7 +124,7 @@ def _settings(
     axes = {name: stored.get(name) for name in AXES} | {k: v for k, v in given.items() if v is not None}
     if file is not None and given.get("hardware") is None and stored.get("hardware"):
         axes["hardware"] = [str(folder / h) if h.endswith(".toml") else h for h in stored["hardware"]]
-    where = Path(output) if output is not None else folder / stored["output"] if "output" in stored else None
+    where = file_path(output) if output is not None else folder / stored["output"] if "output" in stored else None
     run = stored.get("run", {})
     count = workers if workers is not None else run.get("workers", max(1, (os.cpu_count() or 2) // 2))
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:

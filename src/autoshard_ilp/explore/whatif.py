@@ -91,7 +91,8 @@ def changed_request(
     chip: Any = old.profile if hardware is None else hardware
     budget = memory_budget if memory_budget is not None else (old.capacity if hardware is None else None)
     named = old.pins if pins is None else pins
-    request = check_request(where, budget, chip, named, objective or old.objective, solver or old.solver)
+    aim = old.objective if objective is None else objective
+    request = check_request(where, budget, chip, named, aim, old.solver if solver is None else solver)
     if mesh is None and hardware is None:
         request = replace(request, physical_shape=old.physical_shape, mesh=old.mesh, profile=old.profile)
     return replace(request, restriction=old.restriction, solver=replace(request.solver, strict=old.solver.strict))

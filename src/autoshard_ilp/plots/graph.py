@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+from autoshard_ilp.arguments import string
 from autoshard_ilp.costs.fusion import VIEWS, fusible
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.graph import Graph, Op
@@ -48,6 +49,8 @@ class Box:
 def graph(plan: Any, layer: str | None, phase: str) -> base.PlanFigure:
     """See :meth:`autoshard_ilp.plots.Plots.graph`."""
     source = _graph_of(plan)
+    if layer is not None:
+        string("layer", layer)
     name = layer if layer is not None else _dearest_layer(plan)
     members, full = _members(source, name, phase)
     boxes, edges, hidden = layer_graph(plan, source, members)

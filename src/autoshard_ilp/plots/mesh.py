@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.patches import Rectangle
 
+from autoshard_ilp.arguments import string
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.plots import base, colours
 from autoshard_ilp.plots.svg import short, shown_dims
@@ -33,6 +34,7 @@ def shard_index(device: Sequence[int], layout: Layout, rank: int, axis_sizes: Se
 
 def mesh(plan: Any, path: str) -> base.PlanFigure:
     """See :meth:`autoshard_ilp.plots.Plots.mesh`."""
+    string("path", path)
     leaf = find_leaf(plan, path)
     if not leaf.shape:
         raise InputShapeError(f"A scalar lies whole on every device. Received: {leaf.path!r}.")
