@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.extend import core as _core
 from jax.extend import source_info_util as _source_info
+from jax.sharding import AxisType
 
 #: Equations that merely call another jaxpr, and the parameter that holds it; they are inlined.
 CALL_PARAMS: Mapping[str, str] = {
@@ -37,6 +38,20 @@ CALL_PARAMS: Mapping[str, str] = {
 }
 
 REMAT_PRIMITIVES = frozenset({"remat", "remat2", "checkpoint"})
+
+
+@contextmanager
+def without_explicit_mesh() -> Iterator[None]:
+    """Leaves the mesh of ``jax.set_mesh`` if it has Explicit axes (those of ``jax.make_mesh``, unless told otherwise).
+
+    A plan's own mesh has Auto axes, and within a context of Explicit ones JAX refuses every operation on its arrays.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in around.axis_types:
+        yield
+        return
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        yield
 
 
 def is_literal(atom: Any) -> bool:
@@ -171,7 +186,8 @@ def binder(eqn: Any, mesh: Any) -> Any:
 def like_equation(eqn: Any, name_stack: Any) -> Iterator[None]:
     """What is traced inside carries the equation's source line and context, under ``name_stack``."""
     stack = _source_info.current_name_stack() + name_stack
-    with _source_info.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+    around = _source_info.user_context(eqn.source_info.traceback, name_stack=stack)
+    with around, eqn.ctx.manager, without_explicit_mesh():  # traces that JAX kept may come from within such a mesh
         yield
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.errors import AutoshardError, PlanMismatchError
 from autoshard_ilp.processes import place_arguments
 
@@ -57,7 +58,8 @@ class PlannedJit:
                 "argument by position, in the order of plan.abstract_args()."
             )
         try:
-            return function(*args)
+            with compat.without_explicit_mesh():
+                return function(*args)
         except AutoshardError:
             raise
         except (ValueError, TypeError, RuntimeError) as error:

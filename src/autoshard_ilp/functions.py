@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.errors import AutoshardError, InputShapeError, UnsupportedModelError
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import announced
@@ -106,6 +107,7 @@ def optimize_fn(
     return replace(plan, notes=(_donation_note(traced.donated), *plan.notes))
 
 
+@compat.without_explicit_mesh()
 def trace_function(fn: Callable[..., Any], args: tuple[Any, ...], donate_argnums: Donate = "auto") -> TracedFunction:
     """Traces a function once; see :func:`optimize_fn` for the arguments and errors."""
     import jax

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.arguments import is_one_of
 from autoshard_ilp.errors import AutoshardError, InputShapeError, UnsupportedModelError
 
@@ -97,6 +98,7 @@ class TracedStep:
     draws: bool = False
 
 
+@compat.without_explicit_mesh()
 def trace_model(
     model_or_builder: Any,
     *,
@@ -159,6 +161,7 @@ def trace_model(
         return replace(traced, creation=tuple(index.get(id(v)) for v in built.created), rebuild=rebuild)
 
 
+@compat.without_explicit_mesh()
 def trace_batch(model: Any, mode: str, batch: tuple[Any, ...]) -> TracedStep:
     """Trace one step of a live, fully built model on a batch of exactly these shapes.
 

@@ -48,7 +48,8 @@ def _looping(model: Any, name: str) -> Callable[..., Any]:
         if not within_fit and _is_empty(data):
             raise _no_sample(name, data)
         try:
-            return getattr(type(model), name)(model, *args, **kwargs)
+            with compat.without_explicit_mesh():
+                return getattr(type(model), name)(model, *args, **kwargs)
         except UnboundLocalError as error:  # of the results of the last batch
             if not _comes_from_trainer(error):
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.errors import PlanMismatchError
 from autoshard_ilp.keras_integration.construction import seeded
 from autoshard_ilp.keras_integration.inspection import GROUPS, state_variables
@@ -119,6 +120,7 @@ def initial_values(traced: TracedStep, positions: Sequence[int], shardings: Sequ
     return dict(zip(positions, create_values([variables[i] for i in positions], shardings), strict=True))
 
 
+@compat.without_explicit_mesh()
 def create_values(variables: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """Values of variables: initializers in one jit, existing values by ``device_put``."""
     import jax

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp import agreement, processes
 from autoshard_ilp import keras_integration as ki
 from autoshard_ilp.errors import PlanMismatchError, UnsupportedModelError
@@ -21,6 +22,7 @@ from autoshard_ilp.sharding import Layout
 
 
 @processes.announced
+@compat.without_explicit_mesh()
 def apply_plan(plan: Plan, model: Any) -> None:
     """Lays out a live model in place and makes ``fit``, ``evaluate`` and ``predict`` run planned programs.
 
