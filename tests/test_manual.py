@@ -197,6 +197,44 @@ def test_what_cannot_be_written_out_is_left_to_a_constraint():
     assert manual.move(both, (0, 1), (1, 0), mesh, NAMES) is None  # two steps at once
 
 
+def test_dimensions_beside_a_collective_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of 9 rows, as of a vocabulary of 50257: scattered and gathered along the columns, as on TPU."""
+    monkeypatch.setattr(manual, "FILLED_UP", frozenset({"cpu"}))
+    mesh, shapes = mesh_of("cpu:8"), [(16, 9), (16, 24)]
+    contract = (((0,), (0,)), ((), ()))
+    eqn, view = equation(lambda a, b: lax.dot_general(a, b, contract), shapes)
+    layouts, result = ((1, 0), (WHOLE, 0)), (0, 1)
+
+    def both(a, b):
+        a = jax.lax.with_sharding_constraint(a, sharding(mesh, layouts[0], 2))
+        scattered = manual.run(eqn.primitive.bind, view, rule_for(view), (a, b), (layouts, result), mesh, NAMES)
+        assert scattered is not None
+        gathered = manual.move(scattered, result, (0, WHOLE), mesh, NAMES)
+        assert gathered is not None
+        return gathered
+
+    a, b = (np.random.default_rng(i).normal(size=s).astype("float32") for i, s in enumerate(shapes))
+    compiled = jax.jit(both).lower(a, b).compile()
+    np.testing.assert_allclose(compiled(a, b), a.T @ b, rtol=1e-5, atol=1e-5)
+    sent: dict[str, float] = {}
+    for c in parse_collectives(compiled.as_text()):
+        sent[c.kind] = sent.get(c.kind, 0.0) + c.total_bytes_per_device
+    each = 5 * 24 * 4 * 3 / 4  # five rows of 24 columns
+    returned = 2 * 5 * 24 * 4 / 2  # results of a program divide, so its rows are gathered to be returned
+    assert (sent["reduce-scatter"], sent["all-gather"]) == (each, each + returned)
+
+
+@pytest.mark.parametrize(
+    ("rows", "layouts", "result"), [(9, ((WHOLE, 0), (1, 0)), (1, 0)), (18, ((0, 1), (0, 1)), (1, 1))]
+)
+def test_what_a_collective_touches_is_not_filled_up(rows, layouts, result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manual, "FILLED_UP", frozenset({"cpu"}))
+    mesh, shapes = mesh_of("cpu:8"), [(16, rows), (16, 24)]
+    eqn, view = equation(lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ()))), shapes)
+    args = [jnp.zeros(s) for s in shapes]
+    assert manual.run(eqn.primitive.bind, view, rule_for(view), args, (layouts, result), mesh, NAMES) is None
+
+
 @needs_cuda
 @pytest.mark.cuda
 def test_the_gpu_compiler_keeps_a_scatter_beside_copies():

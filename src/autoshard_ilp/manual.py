@@ -21,12 +21,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from autoshard_ilp._jax_compat import whole_slice
+from autoshard_ilp._jax_compat import platform_of, whole_slice
 from autoshard_ilp.costs.scatter import spans_slice, stages
 from autoshard_ilp.rules.rule import Kind, OpView, Rule
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape, to_partition_spec
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape, shards_of_dims, to_partition_spec
 
 #: Operations that may run on one device's parts; the value names a parameter that holds the result's shape.
 LOCAL: Mapping[str, str] = {
@@ -45,6 +46,10 @@ LOCAL: Mapping[str, str] = {
 #: Tiles of XLA:TPU's layouts of 16-bit numbers, and a multiple that fills whole tiles whichever dimension is tiled
 #: ("Tiled layout", https://openxla.org/xla/tiled_layout; the multiple was found by compiling for v5e).
 TILE_ROWS, TILE_LANES, SAFE_MULTIPLE = 16, 128, 256
+
+
+FILLED_UP = frozenset({"tpu"})
+"""Platforms on which dimensions beside a collective are filled up where they do not divide."""
 
 
 def runs_partial(op: OpView) -> bool:
@@ -127,7 +132,12 @@ def run(
     sizes = [mesh.shape[name] for name in axis_names]
     sides = [*zip(op.in_shapes, operands, strict=True), (op.out_shapes[0], before), (op.out_shapes[0], result)]
     if not all(layout is not None and divides(shape, layout, sizes) for shape, layout in sides):
-        return None
+        filled = _filled_up(op, rule, args, operands, (before, result), mesh, sizes)
+        if filled is None or looked_at:
+            return None
+        view, args = filled
+        out = run(bind, view, rule, args, layouts, mesh, axis_names)
+        return None if out is None else out[tuple(slice(n) for n in op.out_shapes[0])]
     params = dict(op.params)
     if LOCAL[op.primitive]:
         params[LOCAL[op.primitive]] = local_shape(op.out_shapes[0], before, sizes)
@@ -144,6 +154,60 @@ def run(
     return _mapped(
         one_device, args, op.in_shapes, operands, op.out_shapes[0], result, mesh, axis_names, and_a_scalar=looked_at
     )
+
+
+def _filled_up(
+    op: OpView,
+    rule: Rule,
+    args: Sequence[Any],
+    operands: Sequence[Layout | None],
+    results: tuple[Layout, Layout],
+    mesh: Any,
+    sizes: Sequence[int],
+) -> tuple[OpView, list[Any]] | None:
+    """A product whose dimensions that do not divide are filled up with zeros, and its operands.
+
+    Args:
+        op, rule: the whole operation and its rule.
+        args: its operands.
+        operands: their layouts.
+        results: the result's layout before and after the reduction.
+        mesh: of the devices.
+        sizes: of its axes.
+
+    Returns:
+        None where a dimension that does not divide is reduced, scattered, or something else than one of a product.
+    """
+    before, after = results
+    if platform_of(mesh) not in FILLED_UP or op.primitive != "dot_general":
+        return None
+    if any(layout is None or PARTIAL in layout for layout in (*operands, after)):
+        return None
+    whole: dict[str, int] = {}  # factor -> its extent in whole shards
+    for layout in results:
+        shards = shards_of_dims(layout, len(op.out_shapes[0]), sizes)
+        for d, (dim, n, k) in enumerate(zip(rule.results[0], op.out_shapes[0], shards, strict=True)):
+            if n % k:
+                if any((before[a] == d) != (after[a] == d) for a in range(len(sizes))):
+                    return None
+                whole[dim[0]] = -(-n // k) * k
+    shapes = [
+        tuple(whole.get(dim[0], n) if len(dim) == 1 else n for dim, n in zip(dims, shape, strict=True))
+        for dims, shape in zip((*rule.operands, *rule.results), (*op.in_shapes, *op.out_shapes), strict=True)
+    ]
+    layouts = (*operands, after)
+    if not whole or not all(lay and divides(shape, lay, sizes) for shape, lay in zip(shapes, layouts, strict=True)):
+        return None
+    filled = [_grown(arg, shape) for arg, shape in zip(args, shapes, strict=False)]
+    return replace(op, in_shapes=tuple(shapes[:-1]), out_shapes=(shapes[-1],)), filled
+
+
+def _grown(value: Any, shape: Sequence[int]) -> Any:
+    """A value with zeros behind it, up to a shape."""
+    import jax
+
+    more = [(0, n - m, 0) for n, m in zip(shape, value.shape, strict=True)]
+    return jax.lax.pad(value, value.dtype.type(0), more) if tuple(shape) != value.shape else value
 
 
 def never_known_before(part: Any) -> Any:
@@ -287,9 +351,17 @@ def move(value: Any, before: Layout, after: Layout, mesh: Any, axis_names: Seque
     shape = tuple(value.shape)
     if len(olds) != 1 or len(news) != 1 or min(*olds, *(d for d in news if d != WHOLE), 0) < 0:
         return None
-    if not divides(shape, before, sizes) or not divides(shape, after, sizes):
-        return None
     old, new = olds.pop(), news.pop()
+    if not divides(shape, before, sizes) or not divides(shape, after, sizes):
+        shards = shards_of_dims(before, len(shape), sizes)
+        grown = tuple(
+            n if d in (old, new) else -(-n // k) * k for d, (n, k) in enumerate(zip(shape, shards, strict=True))
+        )
+        even = divides(grown, before, sizes) and divides(grown, after, sizes)
+        if not even or platform_of(mesh) not in FILLED_UP:
+            return None
+        moved = move(_grown(value, grown), before, after, mesh, axis_names)
+        return None if moved is None else moved[tuple(slice(n) for n in shape)]
     names = tuple(axis_names[a] for a in changed)
 
     def orders(dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
