@@ -97,6 +97,19 @@ def _primitives(closed_jaxpr: Any) -> set[str]:
     return found
 
 
+#: Primitives on mutable arrays (``jax.new_ref``).
+_ON_REFS = frozenset({"ref", "new_ref", "empty_ref", "get", "swap", "addupdate", "freeze"})
+
+
+def without_refs(closed_jaxpr: Any) -> Any:
+    """The same computation without mutable arrays: every write makes a new value, as JAX itself compiles them."""
+    if _primitives(closed_jaxpr).isdisjoint(_ON_REFS):
+        return closed_jaxpr
+    from jax._src.state.discharge import discharge_state
+
+    return discharge_state(closed_jaxpr)
+
+
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """``(jaxpr, constants)`` of an open or a closed jaxpr."""
     if isinstance(jaxpr, _core.ClosedJaxpr):

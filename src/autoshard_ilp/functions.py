@@ -116,6 +116,7 @@ def trace_function(fn: Callable[..., Any], args: tuple[Any, ...], donate_argnums
     specs = tuple(_specs(arg, f"args/{i}") for i, arg in enumerate(args))
     try:
         closed_jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*specs)
+        closed_jaxpr = compat.without_refs(closed_jaxpr)
     except AutoshardError:
         raise
     except Exception as error:

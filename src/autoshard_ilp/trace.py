@@ -301,6 +301,7 @@ def _trace(
     hint += ", and give targets= if the derived ones are not what the loss takes." if mode == "train" else "."
     with _explained(model, f"traced (mode={mode!r})", hint), ki.repeatable() as drawn:
         closed_jaxpr, out_shape = jax.make_jaxpr(fn, return_shape=True)(state, batch)
+        closed_jaxpr = compat.without_refs(closed_jaxpr)
     arguments = _arguments(model, mode, variables, state, batch, references)
     results, aliases = _results(model, mode, arguments, state, out_shape)
     return TracedStep(
