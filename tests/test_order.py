@@ -17,6 +17,7 @@ from autoshard_ilp import order
 from autoshard_ilp.apply import Decisions, planned_function
 from autoshard_ilp.graph import Graph, build_graph, insert_hubs
 from autoshard_ilp.order import order_of
+from autoshard_ilp.report import held_bytes
 from autoshard_ilp.verify import compile_only_mesh, parse_target
 from compiled import needs_cuda, needs_tpu
 
@@ -187,3 +188,8 @@ def test_logits_are_freed_by_the_backward_pass_on_tpu() -> None:
     found = plan.verify("tpu-v5e:2x4")
     print(found.compiled_peak_bytes, found.predicted_peak_bytes)
     assert found.compiled_peak_bytes is not None and found.compiled_peak_bytes <= 370e6
+    # The masks of the accuracy's argmax, 8 sequences of 512 tokens: a bit per logit, packed along the sequences.
+    assert "u8[512,32768]" in found.text
+    built, choices = plan.trail.built, plan.trail.solution.choices
+    held = [held_bytes(built, i, choices) for i in range(len(built.program.lifetimes.owner))]
+    assert held.count(512 * 32768) >= 3
