@@ -22,6 +22,11 @@ def mesh():
         yield made
 
 
+def on_batches(model):
+    one = X[:8], Y[:8]
+    return model.train_on_batch(*one), model.test_on_batch(*one), model.predict_on_batch(one[0])
+
+
 def test_a_function_is_planned_and_run(mesh):
     def fn(a, b):
         return jax.nn.relu(a @ b + jnp.zeros(8)).sum(0)
@@ -38,9 +43,15 @@ def test_a_model_is_planned_applied_and_trained(mesh):
     plan.jit().lower(*plan.abstract_args()).compile()
     plan.apply(model)
     found = fitted(model, X, Y)["loss"], model.predict(X, batch_size=8, verbose=0)
+    found += on_batches(model)
     with jax.set_mesh(jax.make_mesh((1,), ("alone",), axis_types=(AxisType.Auto,))):
         alone = seeded(mlp)
         expected = fitted(alone, X, Y)["loss"], alone.predict(X, batch_size=8, verbose=0)
+        expected += (
+            alone.train_on_batch(X[:8], Y[:8]),
+            alone.test_on_batch(X[:8], Y[:8]),
+            alone.predict_on_batch(X[:8]),
+        )
     assert_close(found, expected)
 
 

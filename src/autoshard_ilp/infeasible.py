@@ -35,12 +35,13 @@ def infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleError
     lower = min(item[1] for item in found)
     memory = peak_memory(built, choices, request.capacity)
     largest = "; ".join(f"{label} {format_bytes(size)}" for label, size in memory.contributors[:5])
+    smallest = "smallest budget that fits" if lower == upper else "smallest budget found that fits"
     proved = "" if lower == upper else f" (proved: not below {format_bytes(lower)})"
     pins = _pins_at_fault(failures, request, pins)
     named = f" It fits without the pins {', '.join(pins)}." if pins else ""
     return InfeasibleError(
         f"No plan fits the memory budget. Received: {format_bytes(request.capacity)} per device on a mesh of "
-        f"{request.mesh}. The smallest budget that fits is {format_bytes(upper)}{proved}; at its peak: {largest}."
+        f"{request.mesh}. The {smallest} is {format_bytes(upper)}{proved}; at its peak: {largest}."
         f"{named} Raise memory_budget, use more devices, or a smaller batch.",
         minimum_budget=upper,
         minimum_budget_bound=lower,

@@ -1,7 +1,9 @@
 """What a model's own methods do under a plan before and after Keras runs them.
 
-``fit``, ``evaluate`` and ``predict`` say so when there is no sample. In a job of several processes ``train_on_batch``
-and ``test_on_batch`` take arrays that are spread over them, class weights included.
+``fit``, ``evaluate`` and ``predict`` say so when there is no sample. All of them, and those on one batch, run outside
+the mesh of Explicit axes that ``jax.set_mesh`` may have set (:func:`autoshard_ilp._jax_compat.without_explicit_mesh`).
+In a job of several processes ``train_on_batch`` and ``test_on_batch`` take arrays that are spread over them, class
+weights included.
 
 Read against keras 3.15 (``backend/jax/trainer.py``).
 """
@@ -19,11 +21,12 @@ from autoshard_ilp.errors import InputShapeError
 
 _LOOPS = ("fit", "evaluate", "predict")
 _ON_BATCH = ("train_on_batch", "test_on_batch")
+_PLAIN = (*_ON_BATCH, "predict_on_batch")
 
 
 def install(model: Any) -> None:
     """Gives a model the methods of this module; one that the user has put on the model stays."""
-    chosen = dict.fromkeys(_LOOPS, _looping)
+    chosen = dict.fromkeys(_LOOPS, _looping) | dict.fromkeys(_PLAIN, _plain)
     if compat.coordination() is not None:
         chosen |= dict.fromkeys(_ON_BATCH, _on_batch)
     for name, wrapped in chosen.items():
@@ -33,9 +36,18 @@ def install(model: Any) -> None:
 
 
 def _marked(run: Callable[..., Any], model: Any, name: str) -> Callable[..., Any]:
-    method = functools.wraps(getattr(type(model), name))(run)
+    method = functools.wraps(getattr(type(model), name))(compat.without_explicit_mesh()(run))
     method.of_a_plan = True  # type: ignore[attr-defined]
     return method
+
+
+def _plain(model: Any, name: str) -> Callable[..., Any]:
+    """The model's own method."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return getattr(type(model), name)(model, *args, **kwargs)
+
+    return _marked(run, model, name)
 
 
 # -- no samples
@@ -48,8 +60,7 @@ def _looping(model: Any, name: str) -> Callable[..., Any]:
         if not within_fit and _is_empty(data):
             raise _no_sample(name, data)
         try:
-            with compat.without_explicit_mesh():
-                return getattr(type(model), name)(model, *args, **kwargs)
+            return getattr(type(model), name)(model, *args, **kwargs)
         except UnboundLocalError as error:  # of the results of the last batch
             if not _comes_from_trainer(error):
                 raise
