@@ -68,6 +68,8 @@ class Closing(PricedNet):
             EmptyNodeError: nothing beats the best plan.
         """
         self.improve_prices()
+        if self.bound < self.search.without_memory and not self.search.done():
+            return self.fresh  # messages prove less with memory than is known without: little could be ruled out
         above = FIRST_GUESS
         for _ in range(GUESSES):
             if self.fresh or self.proved or self.owner.stop():

@@ -34,7 +34,7 @@ SWEEPS = 10
 SETTLE = 6  # times SWEEPS, at most, after prices have changed
 STALL = 1e-5  # relative rise of the bound that is worth more sweeps
 RISE = 0.02  # of the gap: the same, while prices are still looked for
-GAIN = 1e-4  # relative rise of the bound that is worth a guess of its own
+GAIN = 1e-4  # relative rise of the bound that is worth a guess of its own, if it is as much of the gap as CLOSED
 TABLE_CELLS = 5_000  # largest table that presolve makes of what is left
 BEFORE_PRESOLVE = 3.0  # times as many cells as are wanted are worth a presolve
 RELAX_CELLS = 30_000  # of a program whose linear relaxation is quickly solved
@@ -166,7 +166,7 @@ class PricedNet:
 
     def better_prices(self, prices: np.ndarray) -> bool:
         """Takes these prices if their bound is better; False when it did not gain much."""
-        start, before = self.messages.state(), self.bound
+        start, before, gap = self.messages.state(), self.bound, self.gap()
         self._move(self.prices, prices)
         self.settle()
         if self.messages.bound <= before:
@@ -174,7 +174,7 @@ class PricedNet:
             return False
         self.prices, self.bound = prices, self.messages.bound
         self.search.prove(min(self.bound, self.search.upper))
-        return self.bound - before > GAIN * abs(before)
+        return self.bound - before > max(GAIN * abs(before), CLOSED * gap)
 
     def settle(self, rough: float = 0.0) -> None:
         """Sweep until the bound hardly rises, or by less than ``rough`` seconds, then decode a plan."""
