@@ -9,11 +9,13 @@ has no memory rows, and its optimum bounds the true one from below. ``dual`` loo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard_ilp._ortools import load_mathopt
 from autoshard_ilp.program.net import Factor, Net
 
 
@@ -82,20 +84,20 @@ def model_maximiser(
         The prices in seconds per byte, the model's value there in seconds (no prices within the box have a larger
         bound), and the box, wider where the prices touch it; None without cuts.
     """
-    from scipy.optimize import linprog
-
     if not cuts:
         return None
     scale = max(1, capacity)
     unit = max(abs(c) for c, _ in cuts) or 1.0
-    result = linprog(
-        np.concatenate(([-1.0], np.zeros(len(box)))),
-        A_ub=np.array([np.concatenate(([1.0], -g / scale)) for _, g in cuts]),
-        b_ub=np.array([c for c, _ in cuts]) / unit,
-        bounds=[(None, None), *((0.0, float(b) * scale / unit) for b in box)],
-        method="highs",
-    )
-    if result.x is None:
+    mathopt = load_mathopt()
+    model = mathopt.Model()
+    value = model.add_variable(lb=-math.inf)
+    found = [model.add_variable(lb=0.0, ub=float(b) * scale / unit) for b in box]
+    for c, g in cuts:
+        gained = mathopt.fast_sum(float(x) * p for x, p in zip(g / scale, found, strict=True))
+        model.add_linear_constraint(value - gained <= float(c) / unit)
+    model.maximize(value)
+    result = mathopt.solve(model, mathopt.SolverType.GLOP)
+    if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
         return None
-    prices = np.maximum(result.x[1:], 0.0) * unit / scale
-    return prices, float(result.x[0]) * unit, np.where(prices >= 0.999 * box, 4.0 * box, box)
+    prices = np.maximum(np.array(result.variable_values(found)), 0.0) * unit / scale
+    return prices, result.objective_value() * unit, np.where(prices >= 0.999 * box, 4.0 * box, box)
