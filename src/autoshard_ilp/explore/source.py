@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from autoshard_ilp.explore.again import Problem, problem_of, reprice
@@ -95,8 +96,14 @@ class Source:
 
         if policy not in self.steps:
             with progress.stage("graph"):
-                self.steps[policy] = graph_of(self.infos, policy, self.while_trip_count)
+                self.steps[policy] = graph_of(self.infos, policy, self.while_trip_count, self._whole)
         return self.steps[policy]
+
+    @cached_property
+    def _whole(self) -> Any:
+        from autoshard_ilp.step import whole_graph
+
+        return whole_graph(self.infos, self.while_trip_count)
 
 
 def blocks_between(blocks: int) -> list[int]:
