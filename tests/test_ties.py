@@ -127,6 +127,30 @@ def test_anchors_are_gradients_of_the_layer_above() -> None:
         assert graph.tensors[t].shape[0] == ROWS, "the gradient of an activation, not one that waits for a collective"
 
 
+def test_an_anchor_is_what_can_be_looked_at() -> None:
+    """The gradient of logits over an odd vocabulary is no equal part; what the softmax sums up over it is."""
+
+    def loss(w: Any, x: Any, labels: Any) -> Any:
+        logits = (jnp.tanh(x) @ w).astype("float32")
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(ROWS), labels])
+
+    args = [
+        jax.ShapeDtypeStruct(s, d) for s, d in (((64, 1025), "bfloat16"), ((ROWS, 64), "bfloat16"), ((ROWS,), "int32"))
+    ]
+    closed = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*args)
+    graph = insert_hubs(build_graph(closed, argument_paths=("w", "x", "labels"), result_paths=("dw", "dx")))
+    products = [op.id for op in graph.ops if op.primitive == "dot_general" and op.phase == "backward"]
+    assert len(products) == 2
+
+    def anchored(platform: str, even: bool) -> set[tuple[int, ...]]:
+        found = anchors(graph, platform, lambda t: not even or 1025 not in graph.tensors[t].shape)
+        return {graph.tensors[found[p]].shape for p in products[:1]}
+
+    assert anchored("gpu", False) == {(ROWS, 1025)}
+    assert anchored("gpu", True) == {(ROWS,)}
+    assert anchored("tpu", False) == {(ROWS,)}, "XLA:TPU computes that gradient inside the products, and would write it"
+
+
 def test_only_even_layouts_are_looked_at_device_by_device() -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(AxisType.Auto,))
     assert is_even(NamedSharding(mesh, PartitionSpec("data")), (8, 3))

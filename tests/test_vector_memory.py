@@ -70,7 +70,7 @@ def model() -> Any:
     return net
 
 
-@pytest.mark.parametrize("kept", [0, 4 * MIB, 1024 * MIB])
+@pytest.mark.parametrize("kept", [0, 32 * MIB, 1024 * MIB])
 def test_a_plan_counts_what_stays_on_the_chip(kept: int) -> None:
     profile = replace(autoshard.profile("tpu-v5e"), vector_memory_bytes=0)
     options: dict[str, Any] = {"batch_size": 8192, "progress": False}
@@ -87,6 +87,27 @@ def test_a_plan_counts_what_stays_on_the_chip(kept: int) -> None:
     again = autoshard.optimize(model, {"data": 4}, memory.peak_bytes, hardware=plan.trail.request.profile, **options)
     assert again.memory.peak_bytes <= memory.peak_bytes
     assert again.cost.total_s == pytest.approx(plan.cost.total_s)
+
+
+def test_what_waits_longer_than_copies_of_the_whole_chip_take_is_in_device_memory() -> None:
+    """Logits take long to compute: what the layers before have made for the backward pass is not on the chip then."""
+    import keras
+
+    def build(n_classes: int) -> Any:
+        hidden = [keras.layers.Dense(2048, "relu", dtype="mixed_bfloat16") for _ in range(2)]
+        net = keras.Sequential([keras.Input((2048,)), *hidden, keras.layers.Dense(n_classes, dtype="mixed_bfloat16")])
+        net.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return net
+
+    def plan(n_classes: int) -> Any:
+        options: dict[str, Any] = {"hardware": "tpu-v5e", "batch_size": 8192, "progress": False}
+        return autoshard.optimize(lambda: build(n_classes), {"data": 4}, pins={"inputs": "data"}, **options)
+
+    rows, hidden = 8192 // 4, 2 * 2048  # examples of one device, bytes of one in a hidden layer
+    short, long = plan(1024).memory, plan(65536).memory
+    assert short.activations < 64 * 1024, "all on the chip, but for the logs that are returned"
+    logits, gradient = rows * 65536 * 2, 65536 * 2048 * 2 // 4
+    assert long.activations >= logits + gradient + 2 * rows * hidden, "what waits for the logits leaves the chip"
 
 
 def test_only_tpus_have_it() -> None:

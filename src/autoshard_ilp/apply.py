@@ -200,8 +200,13 @@ class _Plan:
     def anchor(self, op: Op) -> int | None:
         """The gradient that the backward pass has reached before ``op`` may run (:func:`ties.anchors`)."""
         if self._latest is None:
-            self._latest = ties.anchors(self.graph, self.platform)
+            self._latest = ties.anchors(self.graph, self.platform, self.can_be_looked_at)
         return self._latest.get(op.id)
+
+    def can_be_looked_at(self, tensor: int) -> bool:
+        """Whether every device has an equal part of a tensor: else nothing can wait for it (:meth:`_Run.after`)."""
+        at = self.sharding(tensor)
+        return at is not None and ties.is_even(at, self.graph.tensors[tensor].shape)
 
     def known(self) -> list[bool]:
         """Per tensor, whether nothing should wait for it, since it is there from the start: on TPU, where the cast of a
@@ -328,7 +333,8 @@ class _Run:
             tied = None if other is None or not frame.has(other) else self.after(frame, op, value, tensor, other)
             return value if tied is None else tied
         grows = now is not None and any(b == WHOLE and a >= 0 for a, b in zip(now, layout, strict=True))
-        made_before = t.producer is not None and self.graph.ops[t.producer].phase == "forward"
+        source = self.graph.tensors[self.graph.behind(tensor, ("hub",))].producer
+        made_before = source is not None and self.graph.ops[source].phase == "forward"
         anchor = self.plan.anchor(op)
         if not grows or not made_before or op.phase != "backward" or anchor is None or t.bytes < ties.MIN_COPY_BYTES:
             return value

@@ -14,7 +14,7 @@ XLA fuses it into what reads the value, and it costs no memory traffic of its ow
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,17 +35,23 @@ MIN_COPY_BYTES = 2**20
 """Smaller copies of activations may be made when the compiler likes."""
 
 
-def anchors(graph: Graph, platform: str = "") -> dict[int, int]:
+def anchors(graph: Graph, platform: str = "", usable: Callable[[int], bool] = lambda tensor: True) -> dict[int, int]:
     """Per op of the backward pass, hub and recompute op, the gradient that the backward pass has reached before it.
 
     It is the deepest tensor that the backward pass has written to memory before the op, in the op's own region. Depth,
     not program order, says what depends on the loss: a transposed weight in the backward pass does not. A gradient
     that only an update reads is passed over where another is at hand, since its collective need not have ended; on TPU
     also one that is converted for it, since a product that is looked at is written.
+
+    Args:
+        graph: of the step, hubs included.
+        platform: of the mesh's devices. What XLA:TPU computes inside the products that read it, such as the gradient of
+            logits, would be written for the look at it, so it is no anchor there.
+        usable: whether a tensor can be looked at in the layout that it has.
     """
     depth = [0] * len(graph.tensors)
     constant = [t.literal is not None for t in graph.tensors]
-    stored = analyse(graph).stored
+    stored = analyse(graph, platform if platform == "tpu" else "").stored
     read_later = _read_in_backward(
         graph, only_updates_read(graph) if platform == "tpu" else [False] * len(graph.tensors)
     )
@@ -63,7 +69,7 @@ def anchors(graph: Graph, platform: str = "") -> dict[int, int]:
             continue
         if op.phase == "backward" and op.outputs and not op.params.get("recomputed"):
             t = op.outputs[0]
-            if stored[t] and not constant[t] and may_anchor(graph, t):
+            if stored[t] and not constant[t] and may_anchor(graph, t) and usable(t):
                 rank = (read_later[t], here)
                 made_in = graph.regions[op.region].parent if op.primitive == "loop_stack" else op.region
                 if made_in not in deepest or rank > deepest[made_in][0]:

@@ -11,7 +11,8 @@ import numpy as np
 from autoshard_ilp.costs.carried import count_gathers_twice, count_twice
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
 from autoshard_ilp.costs.fusion import VIEWS, fusible
-from autoshard_ilp.costs.onchip import keep_on_chip, vector_bytes
+from autoshard_ilp.costs.idle import Idleness
+from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, vector_bytes
 from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.splitk import split_bytes
@@ -63,6 +64,9 @@ class _Account:
         fuses = [fusible(op) and op.primitive not in VIEWS for op in table.graph.ops]
         self.packed = packed_masks(table.graph, fuses, VIEWS) if self.family == "tpu" else frozenset()
         self.pads = self.family == "gpu" and leaves_triton(table.graph)
+        limit = idle_limit_seconds(table.profile)
+        self.idle = Idleness(table.graph, table.buffers, table.classes, limit) if limit else None
+        self.waits: dict[int, int] = {}  # lifetime -> until when it is in device memory, since it is not read for long
 
     def bytes_of(self, table: CostTable, tensor: int, itemsize: float, layouts: Sequence[Any]) -> np.ndarray:
         """Bytes on one device of a tensor in each of some layouts; 0 for None."""
@@ -85,7 +89,13 @@ class _Account:
         same = len(table.graph.tensors[root].shape) == len(table.graph.tensors[tensor].shape)
         return self.images.get(root, ()) if same else ()
 
-    def hold(self, is_edge: bool, owner: int, start: int, end: int, category: str, label: str) -> None:
+    def hold(
+        self, is_edge: bool, owner: int, start: int, end: int, category: str, label: str, read: Sequence[int] = ()
+    ) -> None:
+        """Adds a lifetime; ``read`` are the tensors as which it is read meanwhile."""
+        until = None if self.idle is None or not read else self.idle.in_memory_until(start, end, read)
+        if until is not None:
+            self.waits[len(self.rows)] = until
         self.rows.append((is_edge, owner, start, max(end, start + 1)))
         self.categories.append(category)
         self.labels.append(label)
@@ -126,7 +136,7 @@ def build_program(
     if account.family == "tpu":
         counted = count_twice(*counted, account.stacks, table.buffers.horizon)
         counted = count_gathers_twice(*counted, account.ahead, vector_bytes(table.profile))
-    return Built(*keep_on_chip(*counted, vector_bytes(table.profile), table.buffers.horizon))
+    return Built(*keep_on_chip(*counted, vector_bytes(table.profile), table.buffers.horizon, account.waits))
 
 
 def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: list[np.ndarray]) -> Edge:
@@ -141,7 +151,8 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
             start = min(start, account.gathered.get(table.graph.ops[op_id].inputs[operand], start))
             if account.known and account.known[table.graph.ops[op_id].inputs[operand]]:
                 account.ahead.append(len(account.rows))
-            account.hold(True, index, start, end, "gathered", _label(table, op_id, operand))
+            read = table.graph.ops[op_id].outputs
+            account.hold(True, index, start, end, "gathered", _label(table, op_id, operand), read)
             if account.family == "gpu" and table.graph.ops[op_id].primitive == "loop_slice":
                 # Collectives put the gathered dimension in front; a loop reads its slices from a transposed copy.
                 account.hold(True, index, start, start + 1, "gathered", _label(table, op_id, operand))
@@ -218,7 +229,7 @@ def _hold_results(
     graph, buffers, sizes = table.graph, table.buffers, table.axis_sizes
     representative = graph.ops[cls.members[0]]
 
-    def hold(held: np.ndarray, starts_ends: list[tuple[int, int, str, str]]) -> None:
+    def hold(held: np.ndarray, starts_ends: list[tuple[int, int, str, str]], read: Sequence[int] = ()) -> None:
         if not held.any():
             return
         if index not in node_bytes or np.array_equal(node_bytes[index], held):
@@ -232,8 +243,8 @@ def _hold_results(
             column = np.zeros((len(held), 1))
             is_edge, owner = True, n_edges + len(extra)
             extra.append(Edge(index, other, np.arange(len(held)), zeros, column, held[:, None]))
-        for start, end, category, label in starts_ends:
-            account.hold(is_edge, owner, start, end, category, label)
+        for i, (start, end, category, label) in enumerate(starts_ends):
+            account.hold(is_edge, owner, start, end, category, label, read[i : i + 1])
 
     for j, t in enumerate(representative.outputs):
         tensor = graph.tensors[t]
@@ -247,7 +258,7 @@ def _hold_results(
             category, label = _category(table, m, out, roles)
             spans.append((int(buffers.start[out]), int(buffers.end[out]), category, label))
         first = len(account.rows)
-        hold(held, spans)
+        hold(held, spans, [graph.ops[m].outputs[j] for m in cls.members])
         stacked = [i for i, m in enumerate(cls.members) if graph.ops[m].primitive == "loop_stack"]
         account.stacks += [first + i for i in stacked if first < len(account.rows)]
         if account.family == "tpu" and _is_odd_result(table, t):

@@ -2,9 +2,10 @@
 
 XLA's memory space assignment gives short-lived buffers a place in vector memory, as far as it is free. Steps compiled
 for v5e hold, at every instant, as many bytes less in device memory as the profile's ``vector_bytes`` tells, and never
-fewer than arguments, results and the buffers that do not fit into vector memory:
+fewer than arguments, results, the buffers that do not fit into vector memory, and those that nobody reads for long
+(:mod:`autoshard_ilp.costs.idle`):
 
-    device memory(t) = max(sum of all - V, arguments + results + large buffers(t))
+    device memory(t) = max(sum of all - V, arguments + results + large buffers(t) + idle buffers(t))
 
 In the integer program the first side counts V less at the instants of the step, and the second are instants of their
 own after it: one if no buffer can be that large, else one for each instant of the step.
@@ -12,12 +13,13 @@ own after it: one if no buffer can be that large, else one for each instant of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.costs.idle import MOST_COPIES
 from autoshard_ilp.program.model import Edge, Program
 
 USUAL, MOST = 6, 7
@@ -30,8 +32,19 @@ def vector_bytes(profile: Any) -> int:
     return int(getattr(profile, "vector_memory_bytes", 0))
 
 
+def idle_limit_seconds(profile: Any) -> float:
+    """How long a buffer that nobody reads stays on the chip; 0: the profile has no vector memory."""
+    whole = vector_bytes(profile) * (MOST + 1) / USUAL
+    return MOST_COPIES * whole / float(profile.memory_bytes_per_s) if whole else 0.0
+
+
 def keep_on_chip(
-    program: Program, categories: Sequence[str], labels: Sequence[str], size: int, horizon: int
+    program: Program,
+    categories: Sequence[str],
+    labels: Sequence[str],
+    size: int,
+    horizon: int,
+    waits: Mapping[int, int] | None = None,
 ) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
     """The program with ``size`` bytes of every instant on the chip, but for what does not fit there.
 
@@ -40,6 +53,7 @@ def keep_on_chip(
         categories, labels: of the lifetimes.
         size: bytes of vector memory.
         horizon: number of instants.
+        waits: lifetime -> until when it is in device memory, since nobody reads it for long.
 
     Returns:
         The program with the further instants, and categories and labels of all its lifetimes.
@@ -49,11 +63,18 @@ def keep_on_chip(
         return program, tuple(categories), tuple(labels)
     stays = lt.end >= horizon
     parts = LargeParts(program, size * MOST // USUAL)
-    numbered = [(int(i), parts.edge(bool(lt.is_edge[i]), int(lt.owner[i]))) for i in np.flatnonzero(~stays)]
-    large = [(i, edge) for i, edge in numbered if edge is not None]
-    of, owner = np.array(large, np.int64).reshape(-1, 2).T
-    held = replace(lt, end=np.where(stays, 2 * horizon if large else horizon, lt.end))
-    lifetimes = held.followed_by(np.ones(len(of), bool), owner, horizon + lt.start[of], horizon + lt.end[of])
+    off_chip: list[tuple[int, bool, int, int, int]] = []  # lifetime; edge or node; number; start; end
+    for i in map(int, np.flatnonzero(~stays)):
+        is_edge, owner, start, end = bool(lt.is_edge[i]), int(lt.owner[i]), int(lt.start[i]), int(lt.end[i])
+        until = (waits or {}).get(i, start)
+        if until > start:
+            off_chip.append((i, is_edge, owner, start, until))
+        edge = parts.edge(is_edge, owner) if until < end else None
+        if edge is not None:
+            off_chip.append((i, True, edge, until, end))
+    of, is_edges, owners, starts, ends = np.array(off_chip, np.int64).reshape(-1, 5).T
+    held = replace(lt, end=np.where(stays, 2 * horizon if off_chip else horizon, lt.end))
+    lifetimes = held.followed_by(is_edges.astype(bool), owners, horizon + starts, horizon + ends)
     edges = tuple(parts.edges)
     more = replace(program, edges=edges, lifetimes=lifetimes, on_chip_bytes=size, on_chip_instants=horizon - 1)
     return more, (*categories, *(categories[i] for i in of)), (*labels, *(labels[i] for i in of))
