@@ -13,11 +13,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from autoshard_ilp import manual
-from autoshard_ilp._jax_compat import open_jaxpr
+from autoshard_ilp._jax_compat import open_jaxpr, row_major
+from autoshard_ilp.apply import Decisions, _Plan, _Run
 from autoshard_ilp.costs.collectives import ring_bytes_per_device
 from autoshard_ilp.costs.reshard import steps
 from autoshard_ilp.costs.table import resolution_payloads
 from autoshard_ilp.deferral import Deferral
+from autoshard_ilp.graph import build_graph, insert_hubs
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.rules.rule import OpView
 from autoshard_ilp.sharding import PARTIAL, WHOLE, to_partition_spec
@@ -281,3 +283,38 @@ def test_the_tpu_compiler_scatters_gradients(weight: tuple[int, ...], inputs: in
     text = jax.jit(run, in_shardings=ins).lower(*args).compile().as_text()
     sent = [(c.kind, c.total_bytes_per_device) for c in parse_collectives(text)]
     assert sent == [("reduce-scatter", int(np.prod(weight)) * 2 * 7 // 8)]
+
+
+@pytest.mark.tpu
+def test_the_tpu_compiler_scatters_transposed_gradients() -> None:
+    """A gradient that is computed transposed, as JAX derives it: scattered onto what comes first in the variable."""
+    pytest.importorskip("libtpu")
+    shapes = [(8, 64, 5632), (8, 64, 2048)]
+    eqn, view = equation(lambda g, x: lax.dot_general(g, x, (((0, 1), (0, 1)), ((), ()))), shapes, "bfloat16")
+    mesh = mesh_of("tpu-v5e:2x4")
+    places = tuple(sharding(mesh, (0, 0), len(s)) for s in shapes)
+    kept = sharding(mesh, (0, 0), 2)
+
+    def update(g: Any, x: Any, w: Any) -> Any:
+        layouts = ([(0, 0), (0, 0)], (1, 1))
+        out = manual.run(eqn.primitive.bind, view, rule_for(view), (g, x), layouts, mesh, NAMES, leading=1)
+        stored = jax.shard_map(row_major, mesh=mesh, in_specs=kept.spec, out_specs=kept.spec, check_vma=False)
+        return w - stored(jnp.transpose(out)).astype("float32")
+
+    args = [*(jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes), jax.ShapeDtypeStruct((2048, 5632), "float32")]
+    jitted = jax.jit(update, in_shardings=(*places, kept), out_shardings=kept, donate_argnums=2)
+    sent = [(c.kind, c.total_bytes_per_device) for c in parse_collectives(jitted.lower(*args).compile().as_text())]
+    assert sent == [("reduce-scatter", 2048 * 5632 * 2 * 7 // 8)]
+
+
+def test_what_all_readers_move_to_the_front_leads() -> None:
+    def gradients(g: Any, x: Any) -> Any:
+        contract = (((0,), (0,)), ((), ()))
+        moved = lax.dot_general(g, x, contract)
+        return moved.T.astype("float32"), lax.dot_general(x, g, contract), g.T @ x
+
+    closed = jax.make_jaxpr(gradients)(jnp.zeros((8, 16)), jnp.zeros((8, 24)))
+    graph = insert_hubs(build_graph(closed, argument_paths=("g", "x"), result_paths=("a", "b", "c")))
+    run = _Run(_Plan(graph, Decisions(), mesh_of("cpu:8"), NAMES), [])
+    products = [op for op in graph.ops if op.primitive == "dot_general"]
+    assert [run.leading(op.outputs[0]) for op in products] == [1, 0, 0]

@@ -500,10 +500,22 @@ class _Run:
                 plan.mesh,
                 plan.axis_names,
                 looked_at=waited_for,
+                leading=self.leading(op.outputs[0]),
             )
         if waited_for and out is not None:
             out, frame.computed[op.id] = out
         return out
+
+    def leading(self, tensor: int) -> int:
+        """The dimension of a tensor that all its readers move to the front; 0: they leave the order as it is."""
+        found, reached = set(), [tensor]
+        for t in reached:  # grows on the way
+            for reader in (self.graph.ops[consumer] for consumer, _ in self.graph.tensors[t].consumers):
+                if reader.primitive in ("hub", "convert_element_type", "copy"):
+                    reached += reader.outputs
+                else:
+                    found.add(reader.params["permutation"][0] if reader.primitive == "transpose" else 0)
+        return found.pop() if len(found) == 1 else 0
 
     def axes_of(self, op: Op, view: OpView) -> dict[str, tuple[str, ...]] | None:
         """Mesh axes of every factor that the decided layouts shard; None where some operand has no decided layout."""

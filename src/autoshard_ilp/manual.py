@@ -103,6 +103,7 @@ def run(
     axis_names: Sequence[str],
     *,
     looked_at: bool = False,
+    leading: int = 0,
 ) -> Any | None:
     """An operation whose partial sums are scattered or left partial, device by device.
 
@@ -115,6 +116,7 @@ def run(
         axis_names: the mesh axis behind each entry of a layout.
         looked_at: also return :func:`never_known_before` of one device's own result, before any reduction. Partial sums
             are then added up over devices here, too.
+        leading: dimension of the result that its readers move to the front. Compilers compute it in that order.
 
     Returns:
         The result in its layout; None where there is nothing to scatter or leave (or to add up, if it is looked at), or
@@ -136,7 +138,7 @@ def run(
         if filled is None or looked_at:
             return None
         view, args = filled
-        out = run(bind, view, rule, args, layouts, mesh, axis_names)
+        out = run(bind, view, rule, args, layouts, mesh, axis_names, leading=leading)
         return None if out is None else out[tuple(slice(n) for n in op.out_shapes[0])]
     params = dict(op.params)
     if LOCAL[op.primitive]:
@@ -148,7 +150,7 @@ def run(
         whole = [part[0] if PARTIAL in layout else part for part, layout in zip(parts, operands, strict=True) if layout]
         out = bind(*whole, **params)
         partial = out[0] if isinstance(out, (list, tuple)) else out
-        reduced = _reduced(partial, sums, result, axis_names, sizes, slice_shape)
+        reduced = _reduced(partial, sums, result, axis_names, sizes, slice_shape, leading)
         return (reduced, never_known_before(partial)) if looked_at else reduced
 
     return _mapped(
@@ -225,6 +227,7 @@ def _reduced(
     axis_names: Sequence[str],
     sizes: Sequence[int],
     slice_shape: Sequence[int],
+    leading: int = 0,
 ) -> Any:
     """Partial sums scattered onto the dimensions that the result's layout names, then added up over the other axes."""
     import jax
@@ -233,7 +236,7 @@ def _reduced(
     for axis in sums:
         by_dim.setdefault(result[axis], []).append(axis)
     for dim in sorted(d for d in by_dim if d >= 0):
-        value = _scattered(value, by_dim[dim], dim, axis_names, sizes, slice_shape)
+        value = _scattered(value, by_dim[dim], dim, axis_names, sizes, slice_shape, leading)
         stay = [a for a, d in enumerate(result) if d == dim and a not in by_dim[dim]]
         value = _reordered(value, (*stay, *by_dim[dim]), sorted((*stay, *by_dim[dim])), axis_names, sizes)
     if WHOLE in by_dim:
@@ -248,13 +251,15 @@ def _scattered(
     axis_names: Sequence[str],
     sizes: Sequence[int],
     slice_shape: Sequence[int],
+    leading: int = 0,
 ) -> Any:
     """Partial sums of all devices along mesh ``axes``, added up and scattered onto ``dim``.
 
     XLA:TPU keeps arrays in tiles and turns a reduce-scatter whose shards do not fill whole tiles, in the layout that it
     happens to choose, into an all-reduce and a slice: twice the bytes. A dimension of its own in front, one entry per
     shard, is never tiled. Where shards fill tiles in every layout it is left out, since it can cost a copy; in front of
-    the first dimension it costs none, and saves what XLA pads to scatter in equal pieces.
+    the first dimension, or of the ``leading`` one of the order in which the result is computed, it costs none, and
+    saves what XLA pads to scatter in equal pieces.
     """
     import jax
 
@@ -262,9 +267,10 @@ def _scattered(
     n_shards = math.prod(sizes[a] for a in axes)
     rows = value.shape[dim] // n_shards
     in_stages = spans_slice(axes, sizes, slice_shape)
-    inner = value.ndim > 1 and 0 < dim < value.ndim - 1
+    first = dim in (0, leading)
+    inner = not first and dim < value.ndim - 1
     whole_tiles = inner and value.shape[-1] % TILE_LANES == 0 and rows % TILE_ROWS == 0
-    if not in_stages and ((dim > 0 and rows % SAFE_MULTIPLE == 0) or whole_tiles):
+    if not in_stages and ((not first and rows % SAFE_MULTIPLE == 0) or whole_tiles):
         return jax.lax.psum_scatter(value, names, scatter_dimension=dim, tiled=True)
     front = jax.numpy.moveaxis(value, dim, 0)
     if in_stages:
