@@ -16,6 +16,7 @@ import numpy as np
 
 from autoshard_ilp.costs.written import (
     COMPARISONS,
+    long_functions_kept,
     operands_of_erfc,
     packed_masks,
     padded_for_several,
@@ -46,7 +47,7 @@ fewer bytes than the result has: float32 exponentials of bfloat16 logits. Divisi
 of dear operations as well, but are duplicated freely."""
 
 LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
-"""What XLA expands to polynomials of a hundred instructions: XLA:TPU too computes these once, for several kernels."""
+"""What XLA expands to polynomials of a hundred instructions: XLA:TPU too may compute these once for several kernels."""
 
 UNFUSIBLE = frozenset(
     """
@@ -204,6 +205,8 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
     costly = np.zeros(len(graph.tensors), bool)  # from a transcendental function, inside a fusion
     behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
     donated = written_in_place(graph, root)
+    fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
+    kept = long_functions_kept(graph, root, fuses, LONG) if family == "tpu" else frozenset()
     for op in graph.ops:
         if op.primitive in VIEWS:
             for position, out in enumerate(op.outputs):
@@ -212,7 +215,8 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
             continue
         inside = [root[t] for t in op.inputs if not stored[root[t]]]
         random = op.primitive in RANDOM or any(drawn[t] for t in inside)
-        dear = op.primitive in (LONG if family == "tpu" else TRANSCENDENTAL) or any(costly[t] for t in inside)
+        once = op.id in kept if family == "tpu" else op.primitive in TRANSCENDENTAL
+        dear = once or any(costly[t] for t in inside)
         mine = _leaves(graph, root, stored, behind, op)
         for t in op.outputs:
             drawn[t], costly[t], behind[t] = random, dear, mine
@@ -224,11 +228,11 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
                 stored[t] = not fusible(op)
             else:
                 smaller = family == "gpu" and _size(graph, mine) < graph.tensors[t].bytes  # to read than to keep
-                once = (random and family != "tpu") or (dear and not smaller)
+                anew = (not random or family == "tpu") and (not dear or smaller)
                 stored[t] = (
                     not fusible(op)
                     or any(not _fuses_operand(r, family) for r in readers[t])
-                    or (once and len({r.id for r in readers[t]}) > 1)
+                    or (not anew and len({r.id for r in readers[t]}) > 1)
                 )
     return stored
 

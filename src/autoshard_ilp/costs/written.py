@@ -118,6 +118,34 @@ def operands_of_erfc(graph: Graph, root: np.ndarray, stored: np.ndarray, fuses: 
     return found
 
 
+def long_functions_kept(
+    graph: Graph, root: np.ndarray, fuses: Sequence[bool], primitives: Collection[str]
+) -> frozenset[int]:
+    """Operations whose result XLA:TPU writes beside their operand, for the backward pass: long functions of 16 bits.
+
+    It computes them in the kernel of the product before, and writes both results. Not behind a product of merged
+    dimensions, whose result is reshaped before the function is computed, nor in 32 bits: then it is computed again.
+    (Compiled for v5e, six blocks 1024-4096-1024 with exact GELUs: written for ``bf16[8192,4096]``, not for
+    ``bf16[8,1024,4096]``, nor for ``f32`` of either shape.)
+
+    Args:
+        root: per tensor, the tensor whose buffer a view reads.
+        fuses: per operation, whether it may be computed inside its reader.
+        primitives: the long functions.
+    """
+    reshaped = np.zeros(len(graph.tensors), bool)
+    found: set[int] = set()
+    for op in graph.ops:
+        merged = op.primitive == "dot_general" and _merges(graph, op)
+        inside = fuses[op.id] and any(reshaped[root[t]] for t in op.inputs)
+        for t in op.outputs:
+            reshaped[t] = merged or inside
+        short = bool(op.inputs) and graph.tensors[op.inputs[0]].itemsize == SHORT_FLOAT_BYTES
+        if op.primitive in primitives and short and not inside:
+            found.add(op.id)
+    return frozenset(found)
+
+
 def _merges(graph: Graph, product: Op) -> bool:
     """Whether several dimensions of an operand become one of the result's two."""
     contract, batch = product.params["dimension_numbers"]
