@@ -58,6 +58,7 @@ def test_the_integer_program_is_exact(program: Program, part: float) -> None:
 @pytest.mark.parametrize("shape", ["tree", "cycle", "random"])
 def test_guesses_end_at_the_optimum(shape: str, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever size is allowed: with none, the search goes on without guesses."""
+    monkeypatch.setattr(closing, "WINDOW_CELLS", -1)
     monkeypatch.setattr(closing, "MOST_CELLS", cells)
     monkeypatch.setattr(closing, "GUESS_CELLS", cells)
     monkeypatch.setattr(closing, "ENOUGH_CELLS", min(cells, 20))

@@ -25,6 +25,7 @@ from autoshard_ilp.program.milp import Milp, MilpResult
 from autoshard_ilp.program.net import EmptyNodeError, Net
 from autoshard_ilp.program.priced import BEFORE_PRESOLVE, CLOSED, TABLE_CELLS, PricedNet
 from autoshard_ilp.program.prices import PricedRows
+from autoshard_ilp.program.window.window import Window
 
 if TYPE_CHECKING:
     from autoshard_ilp.program.constrained import Constrained
@@ -42,6 +43,12 @@ SHARE = 0.4  # of the time left, for one integer program
 GUESSES = 12
 MARGIN = 2e-3  # of the capacity, left free by a plan of few strategies per node
 TRIES = 8  # of a limit, per guess
+WINDOW_CELLS = 600_000  # of a net whose windows are tried first
+FIRST_STEP = 1e-3  # relative, of the first window above the bound
+LAST_STEP = 100.0  # the same, of the last one: after it, any plan will do
+WIDER = 0.6  # of the distance between bound and window: the next step
+WINDOW_SHARE = 0.25  # of the time left, for one window
+NARROWER = 1  # tries, after a window that held too much
 ANY_PLAN = 0.2  # relative gap of a plan that will do, where only some plan is wanted
 
 
@@ -68,6 +75,9 @@ class Closing(PricedNet):
             EmptyNodeError: nothing beats the best plan.
         """
         self.improve_prices()
+        narrow = self.net.size()["cells"] <= WINDOW_CELLS
+        if narrow and not (self.fresh or self.search.done()) and self._windows():
+            return self.fresh
         if self.bound < self.search.without_memory and not self.search.done():
             return self.fresh  # messages prove less with memory than is known without: little could be ruled out
         above = FIRST_GUESS
@@ -96,6 +106,46 @@ class Closing(PricedNet):
             bound = max(self.bound, self.search.lower)
             above = WIDEN * max(above, limit / bound - 1) if bound > 0 and math.isfinite(limit) else WIDEN * above
         return self.fresh
+
+    def _windows(self) -> bool:
+        """The optimum within ever wider limits; False where these hold too much."""
+        search, owner = self.search, self.owner
+        window = Window(self.net, owner.capacity, self._prices_to_try())
+        known = max(self.bound, search.lower, search.without_memory, window.bound)
+        unit = max(abs(known), owner.first_price() * owner.capacity)
+        step, narrower = FIRST_STEP * unit, 0
+        while not owner.stop():
+            limit = min(known + step, search.upper) if step < LAST_STEP * unit else search.upper
+            since = time.monotonic()
+            found = window.solve(limit, self.deadline(WINDOW_SHARE))
+            search.add_seconds("window", since)
+            if found.choices is not None:
+                plan = self.net.complete(found.choices)
+                owner.remember(plan)
+                self.fresh = owner.offer(plan)
+            search.prove(min(found.bound, search.upper))
+            if found.status == "unknown":
+                narrower += 1
+                if narrower > NARROWER:
+                    return False
+                step *= 0.5
+            elif found.status == "optimal" or limit >= search.upper:
+                if math.isinf(limit):
+                    raise EmptyNodeError("rows")
+                self.proved = not self.fresh
+                return True
+            else:
+                known = limit
+                if not narrower:  # what a window holds grows fast with its distance from the bound
+                    step = min(2.0 * step, max(FIRST_STEP * unit, WIDER * (known - found.relaxed)))
+        return True
+
+    def _prices_to_try(self) -> list[np.ndarray]:
+        """The best prices known or, where messages know of none, some of the right order."""
+        if self.prices.any():
+            return [self.prices]
+        rows, unit = len(self.prices), self.owner.first_price()
+        return [np.full(rows, unit), np.full(rows, unit / rows)]
 
     def _shrink(self) -> None:
         """Take out for good what cannot beat the best plan, as long as that leaves less and less.

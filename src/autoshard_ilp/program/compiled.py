@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.net import Factor, Net
 from autoshard_ilp.program.presolve import Presolve
 from autoshard_ilp.program.reduce import dominated
+from autoshard_ilp.program.window.window import Window
 
 
 @functools.cache
@@ -23,6 +25,8 @@ def load_kernels() -> None:
         messages.sweep(1.0)
         messages.improve(messages.decode())
         messages.totals()
+        if rows:
+            Window(net, 2, [np.ones(rows)]).solve(10.0, math.inf)
 
 
 def _two_nodes(rows: int) -> Net:

@@ -1,0 +1,160 @@
+"""The best plan within a limit: sparse elimination under several relaxations, and fronts. Oracle: enumeration."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard_ilp.program import brute_force, closing, solve
+from autoshard_ilp.program.memory import Owners
+from autoshard_ilp.program.model import Program, SolverOptions
+from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
+from autoshard_ilp.program.prices import PricedRows
+from autoshard_ilp.program.window import kernels, window
+from autoshard_ilp.program.window.relations import Relations, _codes
+from autoshard_ilp.program.window.relaxations import Relaxations
+from autoshard_ilp.program.window.tighten import tighten
+from program_cases import programs, random_program
+from test_closing import tight
+
+OPTIONS = SolverOptions(time_limit=60.0)
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def rows_net(program: Program, moments: int = 99) -> Net:
+    """The net with the first memory rows."""
+    times = range(min(moments, int(np.max(program.lifetimes.end, initial=0))))
+    return build_net(program, None, [Owners(program).row(t) for t in times])
+
+
+def soon() -> float:
+    return time.monotonic() + 20
+
+
+@SETTINGS
+@given(programs(memory=True), st.floats(0.0, 0.9), st.sampled_from([0.0, 0.01, 1.0]), st.sampled_from([0, 3, 20_000]))
+def test_the_best_plan_within_any_limit(program: Program, part: float, price: float, most: int) -> None:
+    """At the optimum it is found, a little below nothing is; buckets of three rows make it tighten and widen."""
+    program = tight(program, part) or program
+    capacity = 2**40 if program.capacity is None else program.capacity
+    best = brute_force(dataclasses.replace(program, capacity=capacity))
+    with pytest.MonkeyPatch.context() as patch:
+        if most:
+            patch.setattr(window, "ROWS", most)
+        try:
+            net = rows_net(program)
+            found = window.Window(net, capacity, [np.full(len(net.base), price)])
+        except EmptyNodeError:
+            assert best.status == "infeasible"
+            return
+        if best.status == "infeasible":
+            assert found.solve(1e6, soon()).status == "infeasible"
+            assert found.solve(math.inf, soon()).status == "infeasible"
+            return
+        for limit in (best.objective, best.objective + 0.3, math.inf):
+            answer = found.solve(limit, soon())
+            assert answer.status == "optimal"
+            assert answer.choices is not None
+            assert program.cost(answer.choices) == pytest.approx(best.objective, rel=1e-12)
+            assert (PricedRows(net, capacity).usage(answer.choices) <= capacity).all()
+            assert answer.bound == pytest.approx(best.objective, rel=1e-12)
+            assert answer.relaxed <= best.objective * (1 + 1e-9)
+        below = best.objective - max(1e-3, 1e-3 * best.objective)
+        assert found.solve(below, soon()).status == "infeasible"
+        assert found.solve(below, soon()).bound == below
+
+
+@pytest.mark.parametrize("shape", ["tree", "cycle", "random"])
+def test_wide_buckets_are_left_open(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every bucket is too wide the answer is unknown, and its bound below the optimum; never a wrong proof."""
+    monkeypatch.setattr(window, "ROWS", 1)
+    monkeypatch.setattr(window, "MOST_ROWS", 2)
+    left_open = 0
+    for seed in range(12):
+        program = tight(random_program(seed, 8, shape, "plain", forbidden=0.05, memory=True), 0.4)
+        if program is None:
+            continue
+        best, net = brute_force(program), rows_net(program)
+        assert program.capacity is not None
+        answer = window.Window(net, program.capacity, [np.zeros(len(net.base))]).solve(2 * best.objective, soon())
+        left_open += answer.status == "unknown"
+        assert answer.bound <= best.objective * (1 + 1e-9)
+    assert left_open > 3
+
+
+def test_tightening_keeps_every_wanted_plan() -> None:
+    """Plans within the limit are still there, at the same cost, after message passing over what is left."""
+    checked = 0
+    for seed in range(20):
+        program = tight(random_program(seed, 6, "random", "plain", forbidden=0.1, memory=True), 0.5)
+        if program is None:
+            continue
+        net, capacity = rows_net(program), program.capacity
+        assert capacity is not None
+        relaxed = Relaxations(net, capacity, [np.full(len(net.base), 0.01)])
+        limit = 1.2 * brute_force(program).objective
+        limits = relaxed.limits(limit)
+        relations = Relations(relaxed, limits - relaxed.bounds())
+        for v in relations.live[:2]:
+            relations.eliminate(v, 10**6)
+        before = relations.count()
+        bounds = tighten(relations, relaxed.bounds(), limits, soon())
+        assert (bounds >= relaxed.bounds() - 1e-9).all()
+        for choices in itertools.product(*(range(len(n.costs)) for n in program.nodes)):
+            x = np.array(choices)
+            if program.cost(x) <= limit and program.peak(x) <= capacity:
+                for r in relations.relations.values():
+                    fits = np.ones(len(r.slack), bool)
+                    for v, labels, column in zip(r.scope, r.labels, r.columns, strict=True):
+                        fits &= column == labels[x[v]]
+                    assert fits.sum() == 1
+                checked += 1
+        assert relations.count() <= before
+    assert checked > 20
+
+
+def test_the_solver_ends_with_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that presolve leaves open are decided by a window, and no other part runs."""
+    monkeypatch.setattr(closing.Closing, "_guess", lambda self, above: pytest.fail("guessed"))
+    decided = 0
+    for seed in range(60):
+        program = tight(random_program(seed, 8, "random", "plain", forbidden=0.05, memory=True), 0.4)
+        if program is None:
+            continue
+        best, found = brute_force(program), solve(program, OPTIONS)
+        assert found.status == best.status, seed
+        assert found.objective == pytest.approx(best.objective, rel=1e-9), seed
+        decided += "window" in found.report["seconds"]
+    assert decided > 3
+
+
+def test_one_number_per_tuple_of_labels_however_many() -> None:
+    """Twenty columns of a hundred labels: their product is far above 64 bits."""
+    rng = np.random.default_rng(0)
+    left, right = rng.integers(0, 100, (20, 50)), rng.integers(0, 100, (20, 40))
+    right[:, :10] = left[:, :10]
+    right[-1, 0] = (right[-1, 0] + 1) % 100  # differs in the last column only
+    left[0, 11], left[1:, 11] = (left[0, 1] + 1) % 100, left[1:, 1]  # .. in the first only
+    mine, its = _codes([100] * 20, [list(left), list(right)])
+    same = (left.T[:, None] == right.T[None]).all(axis=-1)
+    assert ((mine[:, None] == its[None]) == same).all()
+    assert same.sum() == 9
+    assert _codes([], [[]], 3)[0].tolist() == [0, 0, 0]
+
+
+def test_fronts_drop_only_what_another_beats() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        cost, used = rng.integers(0, 9, 60).astype(np.float64), rng.integers(0, 6, (60, 2))
+        kept = set(kernels._undominated(cost, used, 60).tolist())
+        points = np.column_stack((cost, used))
+        best = {tuple(p) for p in points if not ((points <= p).all(axis=1) & (points < p).any(axis=1)).any()}
+        assert {tuple(points[i]) for i in kept} == best
+        assert len(kept) == len(best)
