@@ -11,6 +11,7 @@ import numpy as np
 from autoshard_ilp.costs.carried import count_gathers_twice, count_twice
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
 from autoshard_ilp.costs.fusion import VIEWS, fusible
+from autoshard_ilp.costs.heap import loses, with_holes
 from autoshard_ilp.costs.idle import Idleness
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, vector_bytes
 from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies, window_places
@@ -136,7 +137,9 @@ def build_program(
     if account.family == "tpu":
         counted = count_twice(*counted, account.stacks, table.buffers.horizon)
         counted = count_gathers_twice(*counted, account.ahead, vector_bytes(table.profile))
-    return Built(*keep_on_chip(*counted, vector_bytes(table.profile), table.buffers.horizon, account.waits))
+    counted = keep_on_chip(*counted, vector_bytes(table.profile), table.buffers.horizon, account.waits)
+    lost = getattr(table.profile, "heap_loss_share", 0.0) if loses(table.graph) else 0.0
+    return Built(with_holes(counted[0], lost), *counted[1:])
 
 
 def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: list[np.ndarray]) -> Edge:

@@ -22,9 +22,10 @@ import numpy as np
 from autoshard_ilp.costs.idle import MOST_COPIES
 from autoshard_ilp.program.model import Edge, Program
 
-USUAL, MOST = 6, 7
+USUAL, MOST = 5, 7
 """Eighths of the vector memory: what short-lived buffers take as a rule, and what one alone may take. Compiled steps
-have at most 117 MB of 128 MiB there, and MobileNet-V2 a single buffer of 103 MB."""
+have at most 117 MB of 128 MiB there, and MobileNet-V2 a single buffer of 103 MB; but some are copies of what is in
+device memory as well, on its way there or back."""
 
 
 def vector_bytes(profile: Any) -> int:

@@ -64,6 +64,7 @@ class HardwareProfile:
         usable_memory_bytes: what a program may use per device; the default memory budget.
         vector_memory_bytes: of short-lived buffers, kept on the chip instead of in device memory (TPUs); 0: counted
             like all others.
+        heap_loss_share: holes between the buffers of a training step, as a share of those that are live (TPUs).
         link_kind: "torus" (``link_bytes_per_s`` is one link), "switch", "pcie" or "host" (one device's whole egress).
         hop_seconds: per step between neighbours inside a domain.
         call_seconds_by_kind: fixed time per collective.
@@ -102,6 +103,7 @@ class HardwareProfile:
     call_seconds_by_kind: Mapping[str, float] = field(hash=False)
     all_to_all_efficiency: float | None = None
     vector_memory_bytes: int = 0
+    heap_loss_share: float = 0.0
     host_devices: int | None = None
     shared_bus_bytes_per_s: float | None = None
     in_switch_bytes_per_s: float | None = None
@@ -212,6 +214,7 @@ _SCHEMA: dict[str, dict[str, _Figure]] = {
         "bytes_per_s": _Figure("memory_bytes_per_s", float, 1.0),
         "efficiency": _share("memory_efficiency"),
         "vector_bytes": _Figure("vector_memory_bytes", int, 0, required=False),
+        "heap_loss": _share("heap_loss_share", required=False),
     },
     "links": {
         "kind": _Figure("link_kind", str, choices=LINK_KINDS),
