@@ -85,7 +85,7 @@ class Closing(PricedNet):
             if self.fresh or self.proved or self.owner.stop():
                 break
             known = self.search.upper
-            wide = self.wide()
+            wide = self.wide() or self.search.too_dear
             found = (self._few(known) if wide else None) or self._guess(above) or self._few(known)
             if found is None:
                 break
@@ -114,7 +114,7 @@ class Closing(PricedNet):
         known = max(self.bound, search.lower, search.without_memory, window.bound)
         unit = max(abs(known), owner.first_price() * owner.capacity)
         step, narrower = FIRST_STEP * unit, 0
-        while not owner.stop():
+        while not (owner.stop() or search.too_dear):  # too dear, any plan will do
             limit = min(known + step, search.upper) if step < LAST_STEP * unit else search.upper
             since = time.monotonic()
             found = window.solve(limit, self.deadline(WINDOW_SHARE))
@@ -138,7 +138,7 @@ class Closing(PricedNet):
                 known = limit
                 if not narrower:  # what a window holds grows fast with its distance from the bound
                     step = min(2.0 * step, max(FIRST_STEP * unit, WIDER * (known - found.relaxed)))
-        return True
+        return owner.stop()
 
     def _prices_to_try(self) -> list[np.ndarray]:
         """The best prices known or, where messages know of none, some of the right order."""
