@@ -307,6 +307,31 @@ def test_the_tpu_compiler_scatters_transposed_gradients() -> None:
     assert sent == [("reduce-scatter", 2048 * 5632 * 2 * 7 // 8)]
 
 
+@pytest.mark.tpu
+def test_the_tpu_compiler_scatters_what_has_many_dimensions() -> None:
+    """Keys and values, summed up over all devices, scattered onto their heads: XLA:TPU would have the batch first."""
+    pytest.importorskip("libtpu")
+    shapes = [(8, 512, 2048), (2048, 8, 128)]
+    eqn, view = equation(lambda x, w: lax.dot_general(x, w, (((2,), (0,)), ((), ()))), shapes, "bfloat16")
+    mesh = mesh_of("tpu-v5e:2x4")
+    layouts, result = ([(2, 2), (0, 0)], (2, 2))
+
+    def attend(x: Any, *weights: Any) -> Any:
+        key, value = (
+            manual.run(eqn.primitive.bind, view, rule_for(view), (x, w), (layouts, result), mesh, NAMES)
+            for w in weights
+        )
+        return jnp.einsum("bthd,bshd->bhts", key, value)
+
+    args = [jax.ShapeDtypeStruct(s, "bfloat16") for s in (*shapes, shapes[1])]
+    places = [sharding(mesh, layouts[i], 3) for i in (0, 1, 1)]
+    text = jax.jit(attend, in_shardings=places).lower(*args).compile().as_text()
+    sent = {c.kind: 0.0 for c in parse_collectives(text)}
+    for c in parse_collectives(text):
+        sent[c.kind] += c.total_bytes_per_device
+    assert sent == {"reduce-scatter": 2 * 8 * 512 * 8 * 128 * 2 * 7 // 8}
+
+
 def test_what_all_readers_move_to_the_front_leads() -> None:
     def gradients(g: Any, x: Any) -> Any:
         contract = (((0,), (0,)), ((), ()))

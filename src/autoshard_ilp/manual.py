@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard_ilp._jax_compat import platform_of, whole_slice
+from autoshard_ilp._jax_compat import platform_of, row_major, whole_slice
 from autoshard_ilp.costs.scatter import spans_slice, stages
 from autoshard_ilp.rules.rule import Kind, OpView, Rule
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape, shards_of_dims, to_partition_spec
@@ -47,6 +47,9 @@ LOCAL: Mapping[str, str] = {
 #: ("Tiled layout", https://openxla.org/xla/tiled_layout; the multiple was found by compiling for v5e).
 TILE_ROWS, TILE_LANES, SAFE_MULTIPLE = 16, 128, 256
 
+
+MANY_DIMS = 4
+"""Dimensions from which on XLA:TPU may compute a product in an order other than that of its operands."""
 
 FILLED_UP = frozenset({"tpu"})
 """Platforms on which dimensions beside a collective are filled up where they do not divide."""
@@ -259,7 +262,8 @@ def _scattered(
     happens to choose, into an all-reduce and a slice: twice the bytes. A dimension of its own in front, one entry per
     shard, is never tiled. Where shards fill tiles in every layout it is left out, since it can cost a copy; in front of
     the first dimension, or of the ``leading`` one of the order in which the result is computed, it costs none, and
-    saves what XLA pads to scatter in equal pieces.
+    saves what XLA pads to scatter in equal pieces. A product of many dimensions (heads) may be computed in an order in
+    which that dimension is not the first: then XLA:TPU all-reduces, so there it is asked for.
     """
     import jax
 
@@ -277,6 +281,7 @@ def _scattered(
         shards = _scattered_in_stages(front, axes, axis_names, sizes, slice_shape)
     else:
         front = front.reshape(n_shards, rows, *front.shape[1:])
+        front = row_major(front) if slice_shape and value.ndim >= MANY_DIMS else front
         shards = jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False)
     return jax.numpy.moveaxis(shards, 0, dim)
 
