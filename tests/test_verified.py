@@ -75,11 +75,34 @@ def test_a_plan_too_large_is_made_again_until_it_fits(small: Plan, compiled: Any
 
 def test_what_cannot_fit_is_said(small: Plan) -> None:
     plan, asked, _ = loop(small, 1000, lambda p: 2 * p, least=600)
-    assert plan.memory.peak_bytes == 1000 and asked == [500]
+    assert plan.memory.peak_bytes == 600, "the smallest plan exceeds the budget least"
+    assert asked[:2] == [500, 600] and max(asked[2:]) < 600
     assert "DOES NOT FIT" in plan.notes[-1] and "nothing is that small" in plan.notes[-1]
     plan, asked, _ = loop(small, 1000, lambda p: 5000 - p)  # worse and worse
     assert plan.memory.peak_bytes == 1000 and len(asked) == MAX_COMPILES - 1
     assert "DOES NOT FIT" in plan.notes[-1] and "DOES NOT FIT" in plan.summary()
+
+
+def test_the_smallest_plan_is_compiled_too(small: Plan) -> None:
+    """What the excess asks for cannot be planned, but the least that can be planned has another excess."""
+    compiled = {1000: 2000, 700: 950}
+    plan, asked, _ = loop(small, 1000, compiled.__getitem__, least=700)
+    assert asked == [500, 700] and plan.memory.peak_bytes == 700
+    assert "fits the budget" in plan.notes[-1]
+
+
+def test_where_nothing_is_found_in_time_more_room_is_tried(small: Plan) -> None:
+    asked: list[int] = []
+
+    def again(capacity: int) -> Plan:
+        asked.append(capacity)
+        if capacity < 700:
+            raise InfeasibleError("nothing was found in time")
+        return of_peak(small, capacity)
+
+    peak = lambda plan, target: {1000: 2000, 750: 990}[plan.memory.peak_bytes]  # noqa: E731
+    plan = until_it_fits(of_peak(small, 1000), 1000, again, lambda: "h100:8", Progress(False), peak)
+    assert asked == [500, 750] and "fits the budget" in plan.notes[-1]
 
 
 def test_without_a_compiler_the_plan_is_unharmed(small: Plan) -> None:

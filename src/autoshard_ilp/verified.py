@@ -2,7 +2,8 @@
 
 A plan's peak memory is a prediction. The loop here compiles the plan for its target; when the compiled peak exceeds the
 budget, the step is planned again for a smaller capacity, by as much as the compiler exceeded the last prediction, until
-the compiled program fits or nothing smaller can be planned. ``plan.notes`` says which.
+the compiled program fits or nothing smaller can be planned. Where nothing that small can be planned, the smallest plan
+is compiled, too: other layouts, other errors. ``plan.notes`` says which.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _until_it_fits(
         capacity = min(max(corrected) if len(course) == 1 else min(corrected), int(capacity * (1 - LEAST_STEP)))
         capacity = max(capacity, 1)
         try:
-            plan = again(capacity)
+            plan, capacity = _smaller(again, capacity, predicted)
         except InfeasibleError as error:
             reason = f"no plan of {format_bytes(capacity)} or less, as the excess asks for: {error}"
             break
@@ -105,6 +106,30 @@ def _until_it_fits(
     where = target or "the mesh's own devices"
     note = f"Compiled for {where}, the plan {verdict} the budget of {format_bytes(budget)} ({'; then '.join(course)})"
     return _noted(best, budget, f"{note}." if fits else f"{note}: {reason}")
+
+
+def _smaller(again: Callable[[int], Plan], capacity: int, predicted: int) -> tuple[Plan, int]:
+    """A plan of a capacity, or else the smallest one, where that is smaller than what was predicted last.
+
+    Returns:
+        The plan, and the capacity that it was made for.
+
+    Raises:
+        InfeasibleError: neither can be planned.
+    """
+    try:
+        return again(capacity), capacity
+    except InfeasibleError as error:
+        most = int(predicted * (1 - LEAST_STEP))
+        least = error.minimum_budget
+        if least is None or least > most:
+            least = (capacity + predicted) // 2  # nothing was found in time: halfway there may be more to be found
+        if not max(capacity, (error.minimum_budget_bound or 0) - 1) < least <= most:
+            raise
+        try:
+            return again(least), least
+        except InfeasibleError:
+            raise error from None
 
 
 def _noted(plan: Plan, budget: int, note: str) -> Plan:
