@@ -62,20 +62,30 @@ def wide_mlp() -> Any:
     return model
 
 
-def lstm() -> Any:
-    """Two LSTM layers of width 1024 over 256 tokens: a loop in the step."""
+def lstm(use_cudnn: bool | str = False) -> Any:
+    """Two LSTM layers of width 1024 over 256 tokens: a loop in the step, also where a GPU is attached."""
     import keras
 
     inputs = keras.Input((256,), dtype="int32")
     x = keras.layers.Embedding(32000, 1024)(inputs)
-    x = keras.layers.LSTM(1024, return_sequences=True)(x)
-    x = keras.layers.LSTM(1024)(x)
+    x = keras.layers.LSTM(1024, return_sequences=True, use_cudnn=use_cudnn)(x)
+    x = keras.layers.LSTM(1024, use_cudnn=use_cudnn)(x)
     model = keras.Model(inputs, keras.layers.Dense(32000)(x))
     model.compile(optimizer="adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
-BUILDERS: Mapping[str, Callable[[], Any]] = {"mlp": mlp, "wide_mlp": wide_mlp, "lstm": lstm}
+def lstm_of_keras() -> Any:
+    """The same as Keras would build it: cuDNN's loop where a GPU is attached."""
+    return lstm("auto")
+
+
+BUILDERS: Mapping[str, Callable[[], Any]] = {
+    "mlp": mlp,
+    "wide_mlp": wide_mlp,
+    "lstm": lstm,
+    "lstm_of_keras": lstm_of_keras,
+}
 
 _2X4 = {"data": 2, "model": 4}
 _4X4 = {"data": 4, "model": 4}

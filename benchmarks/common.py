@@ -21,13 +21,18 @@ RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 
 
-def in_own_process(driver: str, case: str, extra: Sequence[str] = (), timeout_seconds: float = 3600.0) -> list[Row]:
+def in_own_process(
+    driver: str, case: str, extra: Sequence[str] = (), timeout_seconds: float = 3600.0, platforms: str = "cpu"
+) -> list[Row]:
     """Runs one case of a driver in a fresh interpreter, so that memory and warm caches are its own.
+
+    Args:
+        platforms: that JAX may use there; "": whatever is attached.
 
     Returns:
         The rows it wrote; a case that fails is a row with its error.
     """
-    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": platforms, "TF_CPP_MIN_LOG_LEVEL": "3"}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "rows.json"
         command = [sys.executable, driver, "--case", case, "--answer", str(answer), *extra]
@@ -89,7 +94,7 @@ def machine() -> str:
     """Date, processor and versions, as a Markdown list."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     packages = ("autoshard-ilp", "jax", "keras", "keras-hub", "ortools", "numpy")
-    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
+    versions = ", ".join(f"{p} {_version(p)}" for p in packages)
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     return "\n".join(
         (
@@ -98,6 +103,13 @@ def machine() -> str:
             f"- Python {platform.python_version()}, {versions}",
         )
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "unknown"
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> str:

@@ -170,6 +170,13 @@ FAMILIES = (
         pictures.measured,
     ),
     Family(
+        "measured_single_device",
+        "Measured steps on one GPU",
+        "Is the compute side of a profile right: does a step on one GPU take as long as predicted?",
+        ("python benchmarks/measured_single_device.py",),
+        pictures.measured,
+    ),
+    Family(
         "plan_speed",
         "Speed per stage",
         "How long does planning take, and where do the seconds go?",

@@ -7,6 +7,15 @@ from typing import Any
 
 from autoshard_ilp.costs.profile import COLLECTIVE_KINDS, HardwareProfile, load_profile
 
+WITHOUT_KERNELS = {
+    "kernel_launch_seconds": 0.0,
+    "processors": 0,
+    "unaligned_efficiency": 1.0,
+    "convolution_efficiency": 1.0,
+    "random_words_per_s": None,
+}
+"""What a GPU's kernels cost besides bytes and FLOP: nothing."""
+
 
 def toy(flops_per_s: float = 1e12, memory_bytes_per_s: float = 1e12, **changes: Any) -> HardwareProfile:
     """Devices of a switch without latencies and with round figures.
@@ -34,5 +43,6 @@ def toy(flops_per_s: float = 1e12, memory_bytes_per_s: float = 1e12, **changes: 
         "peak_flops_per_s_by_dtype": {"float32": flops_per_s},
         "float32_runs_as": "float32",
         "overlap_by_kind": {},
+        **WITHOUT_KERNELS,
     }
     return dataclasses.replace(load_profile("h100"), **{**plain, **changes})

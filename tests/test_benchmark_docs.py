@@ -64,6 +64,13 @@ global batch 8
 |---|---|---|
 | mlp | 1.0 | 1.2 |
 """,
+    "measured_single_device-h200-2026-01-02": f"""# Measured
+
+{ABOUT}
+| case | predicted ms | measured ms |
+|---|---|---|
+| mlp | 1.0 | 1.2 |
+""",
     "plan_speed-2026-01-02": f"""# Speed
 
 {ABOUT}

@@ -44,6 +44,14 @@ def test_smoke(driver, tmp_path):
         assert all(float(row["x optimum"]) >= 1 for row in rows if row["x optimum"])
 
 
+def test_measured_single_device_smoke(tmp_path):
+    printed = smoke("measured_single_device.py", tmp_path)
+    (row,) = table_rows(printed)
+    assert row["case"] == "smoke"
+    assert float(row["predicted ms"]) > 0 and float(row["measured ms"]) > 0
+    assert float(row["measured / predicted"]) > 0
+
+
 def test_measured_steps_smoke(tmp_path):
     printed = smoke("measured_steps.py", tmp_path)
     rows = table_rows(printed[printed.index("## narrow_mlp") :])

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.calibration import timing
+from autoshard_ilp.calibration import programs, timing
 from autoshard_ilp.calibration.calibrate import calibrate
 from autoshard_ilp.calibration.fit import fit, predict
 from autoshard_ilp.calibration.programs import collective_loop
@@ -42,6 +42,66 @@ def test_the_fit_finds_the_figures_behind_the_measurements(name):
     assert fitted.efficiency_by_kind == pytest.approx(efficiency, rel=1e-3)
     assert max(r.worst for kind, r in residuals.items() if kind in COLLECTIVE_KINDS) < 1e-3
     assert fitted.roofline_seconds(1e12, 0.0, "float32") == pytest.approx(truth.roofline_seconds(1e12, 0.0, "float32"))
+
+
+def test_the_fit_finds_what_slows_a_gpu_down():
+    base = autoshard.profile("h200")
+    truth = replace(
+        base,
+        matmul_efficiency=0.7,
+        peak_flops_per_s_by_dtype={**base.peak_flops_per_s_by_dtype, "tfloat32": 4e14},
+        memory_efficiency=0.8,
+        kernel_launch_seconds=5e-6,
+        unaligned_efficiency=0.5,
+        convolution_efficiency=0.6,
+        random_words_per_s=1e11,
+    )
+    bare = [Sample("kernel", (), 64, "float32", 5e-6, 0.0), Sample("memory", (), 1 << 31, "float32", 1.0, 0.0)]
+    for dtype in timing.MATMUL_DTYPES:
+        bare += [Sample("matmul", (), n, dtype, 1.0, 0.0) for n in timing.GPU_MATMUL_SIZES]
+        bare += [Sample("unaligned", (), 0, dtype, 1.0, 0.0, shape) for shape in timing.GPU_UNALIGNED_SHAPES]
+        bare += [Sample("convolution", (), 0, dtype, 1.0, 0.0, shape) for shape in timing.GPU_CONVOLUTIONS]
+    bare += [Sample("random", (), 1 << 34, "uint32", 1.0, 0.0)]
+    mesh = as_mesh({"device": 1})
+    samples = [s if s.kind == "kernel" else replace(s, seconds=predict(truth, mesh, s)) for s in bare]
+    fitted, residuals = fit(base, mesh, samples)
+    for dtype in timing.MATMUL_DTYPES:
+        assert fitted.peak_flops_per_s(dtype) == pytest.approx(truth.peak_flops_per_s(dtype), rel=1e-3)
+    for key in ("kernel_launch_seconds", "memory_efficiency", "unaligned_efficiency", "random_words_per_s"):
+        assert getattr(fitted, key) == pytest.approx(getattr(truth, key), rel=1e-3), key
+    assert fitted.convolution_efficiency == pytest.approx(0.6, rel=0.01)
+    assert residuals["matmul"].worst < 0.01
+    assert fitted.call_seconds_by_kind == base.call_seconds_by_kind and fitted.hop_seconds == base.hop_seconds
+
+
+def test_one_device_is_enough_for_the_compute_side(tmp_path):
+    path = tmp_path / "one.toml"
+    found = calibrate({"device": 1}, output=path, matmul_sizes=[64, 128], repeats=1, target_seconds=0.002)
+    assert found == autoshard.profile(path)
+    assert set(found.residuals) == {"matmul", "memory", "reduction"}
+    assert (
+        found.figure_sources["links.bytes_per_s"] == autoshard.profile("cpu-host").figure_sources["links.bytes_per_s"]
+    )
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda mesh: programs.matmul_loop(mesh, (16, 8, 33), np.dtype("float32")),
+        lambda mesh: programs.matmul_loop(mesh, (16, 16, 16), np.dtype("float32")),
+        lambda mesh: programs.convolution_loop(mesh, (8, 7, 16), np.dtype("float32")),
+        lambda mesh: programs.reduction_loop(mesh, 1 << 14),
+        lambda mesh: programs.memory_loop(mesh, 1 << 14),
+        lambda mesh: programs.random_loop(mesh, 1 << 10),
+    ],
+)
+def test_loops_for_gpus_queue_many_operations_per_iteration(loop, monkeypatch):
+    """A loop of constant length inside: the host is asked once for all of it. Numbers stay finite."""
+    monkeypatch.setattr(programs, "repeats", lambda mesh: 64)
+    program, operand = loop(as_mesh({"device": 1}).concrete())
+    assert np.isfinite(np.asarray(program(operand, np.int32(3)))).all()
+    text = program.lower(operand, np.int32(3)).as_text()
+    assert text.count("stablehlo.while") >= 2
 
 
 def test_one_disturbed_measurement_does_not_bend_the_fit():
@@ -94,7 +154,7 @@ def test_calibrate_on_cpu_devices_writes_a_profile_that_plans(tmp_path):
     assert all(0 < value < 1 for value in found.call_seconds_by_kind.values() if value)
     assert found.figure_sources["peak_flops_per_s.float32"].startswith("measured: ")
     assert found.figure_sources["links.kind"].startswith("assumption: ")
-    assert set(found.residuals) == {"matmul", "memory", *COLLECTIVE_KINDS}
+    assert set(found.residuals) == {"matmul", "memory", "reduction", *COLLECTIVE_KINDS}
     assert told[-1]["done"] == told[-1]["total"] - 1
     plan = autoshard.optimize_fn(lambda x, w: x @ w, (np.ones((8, 16)), np.ones((16, 8))), {"data": 8}, hardware=path)
     assert plan.hardware == "cpu-host-measured"
@@ -104,9 +164,10 @@ def test_a_calibration_ends_in_time_with_every_kind_measured(monkeypatch):
     """Of each kind the smallest size comes first, then the largest: enough for a latency and a bandwidth."""
     mesh = as_mesh({"data": 2, "model": 4}).concrete()
     jobs = timing.grid(mesh)
-    assert len(jobs) == len(set(jobs)) == 1 + 8 + 3 + 3 * 5 * 9
-    first = jobs[: 1 + 4 + 2 + 2 * 15]
-    for kind, sizes in {"matmul": timing.MATMUL_SIZES, "memory": timing.MEMORY_BYTES}.items():
+    assert len(jobs) == len(set(jobs)) == 1 + 8 + 2 * 3 + 3 * 5 * 9
+    first = jobs[: 1 + 4 + 2 * 2 + 2 * 15]
+    passes = dict.fromkeys(("memory", "reduction"), timing.MEMORY_BYTES)
+    for kind, sizes in {"matmul": timing.MATMUL_SIZES, **passes}.items():
         assert {n for k, _, n, _ in first if k == kind} == {min(sizes), max(sizes)}
     for kind in COLLECTIVE_KINDS:
         assert {n for k, _, n, _ in first if k == kind} == {min(timing.PAYLOAD_BYTES), max(timing.PAYLOAD_BYTES)}
@@ -114,7 +175,7 @@ def test_a_calibration_ends_in_time_with_every_kind_measured(monkeypatch):
     now = iter(float(x) for x in range(1000))
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     monkeypatch.setattr(timing, "seconds_of", lambda loop, **_: (1e-3, 0.0))
-    with pytest.warns(UserWarning, match="time limit of 4 s ended the calibration after 3 of 36"):
+    with pytest.warns(UserWarning, match="time limit of 4 s ended the calibration after 3 of 39"):
         calibrate({"data": 8}, payload_bytes=[64, 128, 256, 512, 1024, 2048], matmul_sizes=[8], time_limit=4.0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -480,3 +482,86 @@ def test_a_result_in_another_layout_is_a_copy_that_counts():
     shard = 4096 * 4096 * 4 // 8
     assert peaks["same"] == 2 * shard
     assert peaks["whole"] >= 9 * shard, "the shard that is gathered, and the whole result"
+
+
+# -- what a GPU's kernels cost (costs/kernels.py)
+
+GPU = dataclasses.replace(autoshard.profile("h200"), name="gpu")
+
+
+def _compute_seconds(function, *args, hardware=GPU, primitive):
+    """Seconds of one execution of the only operation of a kind, on one device."""
+    plan = autoshard.optimize_fn(function, args, {"device": 1}, hardware=hardware, progress=False)
+    table = plan.trail.costs
+    found = [c for c in table.classes if table.graph.ops[c.members[0]].primitive == primitive]
+    assert len(found) == 1
+    return float(found[0].compute_seconds[0])
+
+
+def _zeros(shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_few_tiles_leave_processors_idle():
+    """128 x 1024 has 8 tiles of 128 x 128 for 132 processors, and a sum of 1024 is not split."""
+    seconds = _compute_seconds(jnp.matmul, _zeros((128, 1024)), _zeros((1024, 1024)), primitive="dot_general")
+    busy = 2 * 128 * 1024 * 1024 / (GPU.peak_flops_per_s("bfloat16") * 8 / 132)
+    assert seconds == pytest.approx(busy + GPU.kernel_launch_seconds)
+    split = _compute_seconds(jnp.matmul, _zeros((128, 16384)), _zeros((16384, 1024)), primitive="dot_general")
+    assert split < 4 * seconds
+
+
+def test_products_of_whole_tiles_take_their_operations():
+    seconds = _compute_seconds(jnp.matmul, _zeros((8192, 8192)), _zeros((8192, 8192)), primitive="dot_general")
+    assert seconds == pytest.approx(2 * 8192**3 / GPU.peak_flops_per_s("bfloat16") + GPU.kernel_launch_seconds)
+
+
+@pytest.mark.parametrize(("columns", "slower"), [(50264, 1.0), (50257, 1 / GPU.unaligned_efficiency)])
+def test_rows_of_odd_length_are_slow(columns, slower):
+    seconds = _compute_seconds(jnp.matmul, _zeros((8192, 1024)), _zeros((1024, columns)), primitive="dot_general")
+    alone = 2 * 8192 * 1024 * columns / GPU.peak_flops_per_s("bfloat16")
+    assert seconds == pytest.approx(alone * slower + GPU.kernel_launch_seconds)
+
+
+def test_random_bits_are_arithmetic():
+    def drawn(x):
+        return x + jax.random.bits(jax.random.key(0), x.shape)
+
+    seconds = _compute_seconds(drawn, _zeros((1 << 20, 64), "uint32"), primitive="random_bits")
+    assert seconds >= (1 << 26) / GPU.random_words_per_s
+    unknown = dataclasses.replace(GPU, random_words_per_s=None)
+    assert _compute_seconds(drawn, _zeros((1 << 20, 64), "uint32"), hardware=unknown, primitive="random_bits") < seconds
+
+
+def test_batched_products_copy_operands_whose_batch_is_not_in_front():
+    def attention(q, k):
+        return jnp.einsum("bthd,bshd->bhts", q, k)
+
+    def in_front(q, k):
+        return jnp.einsum("bhtd,bhsd->bhts", q, k)
+
+    last = _compute_seconds(attention, *2 * [_zeros((16, 1024, 12, 64))], primitive="dot_general")
+    first = _compute_seconds(in_front, *2 * [_zeros((16, 12, 1024, 64))], primitive="dot_general")
+    copied = 2 * 2 * 16 * 1024 * 12 * 64 * 2 / (GPU.memory_bytes_per_s * GPU.memory_efficiency)
+    assert last - first == pytest.approx(copied)
+
+
+@pytest.mark.parametrize("hardware", ["h200", "tpu-v5e", "cpu-host"])
+def test_a_loop_writes_one_slice_of_its_stack_per_iteration(hardware):
+    def stacked(x, length):
+        return jax.lax.scan(lambda c, _: (c * 2, c @ c), x, None, length=length)
+
+    short, long = (
+        _compute_seconds(lambda x, n=n: stacked(x, n), X, hardware=hardware, primitive="loop_stack") for n in (4, 400)
+    )
+    assert 0 < short == long
+
+
+def test_a_kernel_takes_its_launch_on_gpus_only():
+    def chain(x):
+        return jnp.sum(jnp.tanh(x) * 2)
+
+    for hardware, kernels in ((GPU, 1), (autoshard.profile("tpu-v5e"), 0)):
+        dear = dataclasses.replace(hardware, kernel_launch_seconds=1.0)
+        plan = autoshard.optimize_fn(chain, (X,), {"device": 1}, hardware=dear, progress=False)
+        assert round(plan.cost.compute_s) == kernels

@@ -31,7 +31,9 @@ def calibrate(
     time_limit: float = 120.0,
     progress: Any = None,
 ) -> HardwareProfile:
-    """Measures collectives and matrix products on a mesh's devices and fits a hardware profile.
+    """Measures collectives, matrix products and passes over memory on a mesh's devices and fits a hardware profile.
+
+    One device is enough for the compute side; the links then stay those of the base profile.
 
     Args:
         mesh: as for ``optimize``, with attached devices; None: all attached devices on one axis.
@@ -40,7 +42,7 @@ def calibrate(
             "cpu-host".
         name: of the new profile; None: the old name with "-measured".
         payload_bytes: sizes of the collectives; None: 1 KiB to 64 MiB.
-        matmul_sizes: sides of the square matrices; None: 256 to 2048.
+        matmul_sizes: sides of the square matrices; None: 256 to 2048, on GPUs to 8192, and narrow ones.
         repeats: runs per measurement; the fastest counts.
         target_seconds: length of one run.
         time_limit: seconds after which no further measurement begins (one takes from tenths of a second to a few
@@ -62,7 +64,7 @@ def calibrate(
     devices = where.concrete()
     base = _base(hardware, devices)
     sizes = _sizes("payload_bytes", payload_bytes, timing.PAYLOAD_BYTES)
-    sides = _sizes("matmul_sizes", matmul_sizes, timing.MATMUL_SIZES)
+    sides = None if matmul_sizes is None else _sizes("matmul_sizes", matmul_sizes, ())
     if repeats < 1 or not target_seconds > 0:
         raise InputShapeError(
             f"repeats is at least 1 and target_seconds positive. Received: {repeats!r} and {target_seconds!r}."

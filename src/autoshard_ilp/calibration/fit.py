@@ -8,9 +8,11 @@ nominal seconds are those of ``costs.collectives`` for the same mesh on the prof
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from autoshard_ilp.mesh import MeshSpec
 
 SLOWEST, FASTEST = 1e-6, 1e6
 TURNS = 5
+PRODUCTS = ("matmul", "unaligned", "convolution")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ def fit(
         base: gives the structure (link kind, torus, domains) and every figure that was not measured.
         mesh: the mesh that the samples were taken on.
     """
-    fitted = _fit_compute(_fit_memory(base, samples), samples)
+    fitted = _fit_compute(_fit_memory(_fit_kernels(base, samples), samples), samples)
+    fitted = _fit_shares(fitted, samples)
     collectives = [s for s in samples if s.kind in COLLECTIVE_KINDS]
     if collectives:
         fitted = _fit_collectives(fitted, mesh, collectives)
@@ -55,32 +59,83 @@ def fit(
 
 def predict(profile: HardwareProfile, mesh: MeshSpec, sample: Sample) -> float:
     """Seconds that a profile gives for what a sample measured."""
-    if sample.kind == "memory":
-        return profile.roofline_seconds(0.0, sample.size)
-    if sample.kind == "matmul":
-        itemsize = 2 if sample.dtype == "bfloat16" else 4
-        return profile.roofline_seconds(2.0 * sample.size**3, 3.0 * itemsize * sample.size**2, sample.dtype)
+    if sample.kind in ("memory", "reduction"):
+        return profile.kernel_launch_seconds + profile.roofline_seconds(0.0, sample.size)
+    if sample.kind == "random":
+        words_per_s = profile.random_words_per_s
+        return profile.kernel_launch_seconds + (sample.size / words_per_s if words_per_s else 0.0)
+    if sample.kind in PRODUCTS:
+        return profile.kernel_launch_seconds + _product(profile, sample)
     links = MeshLinks.create(profile, mesh.axis_names, mesh.axis_sizes)
     return CollectiveCosts(links).seconds(sample.kind, sample.axes, sample.size)
 
 
+def _product(profile: HardwareProfile, sample: Sample) -> float:
+    """Seconds of a sample's product or convolution; a pair of products that undo each other counts as one."""
+    m, k, n = sample.product
+    itemsize = 2 if sample.dtype == "bfloat16" else 4
+    if sample.kind == "convolution":
+        moved = float(itemsize * (2 * m * n + k * n))
+        arithmetic = 2.0 * m * k * n / (profile.peak_flops_per_s(sample.dtype) * profile.convolution_efficiency)
+        return max(arithmetic, profile.roofline_seconds(0.0, moved))
+    moved = float(itemsize * (m * k + k * n + m * n))
+    aligned = sample.kind == "matmul"
+    both = [
+        max(profile.product_seconds(m, a, b, dtype=sample.dtype, aligned=aligned), profile.roofline_seconds(0.0, moved))
+        for a, b in ((k, n), (n, k))
+    ]
+    return statistics.mean(both)
+
+
+def _fit_shares(fitted: HardwareProfile, samples: Sequence[Sample]) -> HardwareProfile:
+    """What products of odd sizes and convolutions reach of the rate of products, and the rate of random bits."""
+    found: dict[str, Any] = {}
+    for kind, key in (("unaligned", "unaligned_efficiency"), ("convolution", "convolution_efficiency")):
+        whole: dict[str, Any] = {key: 1.0}
+        shares = [
+            _product(replace(fitted, **whole), s) / max(s.seconds - fitted.kernel_launch_seconds, s.seconds / 2)
+            for s in samples
+            if s.kind == kind
+        ]
+        if shares:
+            found[key] = min(1.0, statistics.median(shares))
+    rates = [s.size / s.seconds for s in samples if s.kind == "random"]
+    if rates:
+        found["random_words_per_s"] = max(rates)
+    return replace(fitted, **found)
+
+
 def _fit_compute(base: HardwareProfile, samples: Sequence[Sample]) -> HardwareProfile:
-    """Peaks: the best rate that any size reached; a known nominal peak stays, with the share of it that is reached."""
+    """Peaks: the best rate that any shape reached.
+
+    A known nominal peak stays, with the share of it that is reached; where types reach different shares, the peak of
+    those that reach less is put so much lower.
+    """
     reached: dict[str, float] = {}
     for s in samples:
         if s.kind == "matmul":
-            reached[s.dtype] = max(reached.get(s.dtype, 0.0), 2.0 * s.size**3 / s.seconds)
+            rate = 2.0 * math.prod(s.product) / max(s.seconds - base.kernel_launch_seconds, s.seconds / 2)
+            reached[s.dtype] = max(reached.get(s.dtype, 0.0), rate)
     if not reached:
         return base
-    kernel = [s.seconds for s in samples if s.kind == "kernel"]
-    launch = min(kernel) if kernel else base.kernel_launch_seconds
     nominal = dict(base.peak_flops_per_s_by_dtype)
     if base.family == "cpu":  # nothing is nominal about a host: its figures are assumptions
         scale = reached["float32"] / (nominal["float32"] * base.matmul_efficiency)
         peaks = {dtype: peak * base.matmul_efficiency * scale for dtype, peak in nominal.items()} | reached
-        return replace(base, peak_flops_per_s_by_dtype=peaks, matmul_efficiency=1.0, kernel_launch_seconds=launch)
-    shares = [rate / (base.peak_flops_per_s(dtype) / base.matmul_efficiency) for dtype, rate in reached.items()]
-    return replace(base, matmul_efficiency=min(1.0, statistics.median(shares)), kernel_launch_seconds=launch)
+        return replace(base, peak_flops_per_s_by_dtype=peaks, matmul_efficiency=1.0)
+    shares = {dtype: rate / (base.peak_flops_per_s(dtype) / base.matmul_efficiency) for dtype, rate in reached.items()}
+    most = max(shares.values())
+    for dtype, share in shares.items():
+        runs_as = base.float32_runs_as if dtype == "float32" else dtype
+        if share < most and runs_as in nominal:
+            nominal[runs_as] *= share / most
+    return replace(base, peak_flops_per_s_by_dtype=nominal, matmul_efficiency=min(1.0, most))
+
+
+def _fit_kernels(base: HardwareProfile, samples: Sequence[Sample]) -> HardwareProfile:
+    """Fixed time: that of a product of almost nothing."""
+    kernel = [s.seconds for s in samples if s.kind == "kernel"]
+    return replace(base, kernel_launch_seconds=min(kernel)) if kernel else base
 
 
 def _fit_memory(base: HardwareProfile, samples: Sequence[Sample]) -> HardwareProfile:
@@ -89,7 +144,7 @@ def _fit_memory(base: HardwareProfile, samples: Sequence[Sample]) -> HardwarePro
     if not passes:
         return base
     largest = max(passes, key=lambda s: s.size)
-    rate = largest.size / largest.seconds
+    rate = largest.size / max(largest.seconds - base.kernel_launch_seconds, largest.seconds / 2)
     if base.family == "cpu":
         return replace(base, memory_bytes_per_s=rate, memory_efficiency=1.0)
     return replace(base, memory_efficiency=min(1.0, rate / base.memory_bytes_per_s))

@@ -66,6 +66,8 @@ def count_twice(
     for i in np.flatnonzero(passing):
         doubled = (by_stack if stacked[i] else False) | (~by_stack if not seen[i] else False)
         more += [(i, a, b) for a, b in _runs(np.broadcast_to(doubled, horizon), int(lt.start[i]), int(lt.end[i]))]
+    if not more:  # what loops stack up is all handed out
+        return program, tuple(categories), tuple(labels)
     of, start, end = (np.array(column, np.int64) for column in zip(*more, strict=True))
     lifetimes = lt.followed_by(lt.is_edge[of], lt.owner[of], start, end)
     more_categories, more_labels = (categories[i] for i in of), (labels[i] for i in of)

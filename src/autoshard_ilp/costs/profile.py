@@ -24,6 +24,10 @@ from autoshard_ilp.errors import ProfileError
 COLLECTIVE_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 LINK_KINDS = ("torus", "switch", "pcie", "host")
 
+SPLIT_LENGTH = 1024
+"""Products in the shortest sum that is worth a processor of its own (128 x 4096 x 1024 on H200: the 8 tiles of the
+result take what 32 would)."""
+
 
 @dataclass(frozen=True)
 class Torus:
@@ -60,7 +64,12 @@ class HardwareProfile:
         matmul_efficiency, memory_efficiency, link_efficiency, all_to_all_efficiency, network_efficiency: the share
             of the nominal figure that large transfers or matmuls reach.
         kernel_launch_seconds: fixed time per kernel, not part of :meth:`roofline_seconds`.
-        matmul_tile: side of the matrix unit; smaller matmuls are padded to it.
+        matmul_tile: side of the part of a product that one processor computes at a time; smaller ones are padded to it.
+        processors: those that work on one product (GPUs: streaming multiprocessors); 0: not counted.
+        unaligned_efficiency: share of the rate of products that is left where rows do not begin at multiples of 16
+            bytes.
+        convolution_efficiency: share of the rate of products that convolutions reach.
+        random_words_per_s: 32-bit words of random bits; None: they cost their bytes only.
         usable_memory_bytes: what a program may use per device; the default memory budget.
         vector_memory_bytes: of short-lived buffers, kept on the chip instead of in device memory (TPUs); 0: counted
             like all others.
@@ -112,6 +121,10 @@ class HardwareProfile:
     network_bytes_per_s: float | None = None
     network_efficiency: float = 1.0
     network_hop_seconds: float = 0.0
+    processors: int = 0
+    unaligned_efficiency: float = 1.0
+    convolution_efficiency: float = 1.0
+    random_words_per_s: float | None = None
     overlap_by_kind: Mapping[str, float] = field(hash=False, default_factory=dict)
     efficiency_by_kind: Mapping[str, float] = field(hash=False, default_factory=dict)
     figure_sources: Mapping[str, str] = field(hash=False, compare=False, repr=False, default_factory=dict)
@@ -150,6 +163,23 @@ class HardwareProfile:
                 if value is not None and not absent and not unset:
                     found[f"{section}.{key}"] = value
         return found
+
+    def product_seconds(
+        self, m: float, k: float, n: float, *, count: float = 1.0, dtype: str = "bfloat16", aligned: bool = True
+    ) -> float:
+        """Seconds of arithmetic of ``count`` products of m x k and k x n matrices on one device.
+
+        A processor computes one tile of the result at a time, so a result of few tiles leaves processors idle (NVIDIA,
+        "Matrix Multiplication Background User's Guide": tile quantisation). Long sums are split among processors.
+
+        Args:
+            aligned: whether all rows begin at multiples of 16 bytes.
+        """
+        seconds = 2.0 * count * m * k * n / self.peak_flops_per_s(dtype)
+        if self.processors:
+            tiles = count * math.ceil(m / self.matmul_tile) * math.ceil(n / self.matmul_tile)
+            seconds /= min(1.0, tiles * max(1, k // SPLIT_LENGTH) / self.processors)
+        return seconds if aligned else seconds / self.unaligned_efficiency
 
     def roofline_seconds(self, flops: float, bytes_moved: float, dtype: str = "bfloat16") -> float:
         """max(compute, memory) seconds on one device; ``kernel_launch_seconds`` comes on top, once per kernel.
@@ -207,6 +237,10 @@ _SCHEMA: dict[str, dict[str, _Figure]] = {
         "float32_runs_as": _Figure("float32_runs_as", str, choices=("bfloat16", "tfloat32", "float32")),
         "kernel_launch_seconds": _Figure("kernel_launch_seconds", float),
         "matmul_tile": _Figure("matmul_tile", int, 1),
+        "processors": _Figure("processors", int, 1, required=False),
+        "unaligned_efficiency": _share("unaligned_efficiency", required=False),
+        "convolution_efficiency": _share("convolution_efficiency", required=False),
+        "random_words_per_s": _Figure("random_words_per_s", float, 1.0, required=False),
     },
     "memory": {
         "total_bytes": _Figure("memory_bytes", int, 1),

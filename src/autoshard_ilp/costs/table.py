@@ -16,6 +16,7 @@ import numpy as np
 
 from autoshard_ilp.costs import compute
 from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold, halves
+from autoshard_ilp.costs.kernels import on_gpu
 from autoshard_ilp.costs.memory import Buffers, analyse, is_computed_inside
 from autoshard_ilp.costs.precision import Precision, precision
 from autoshard_ilp.costs.prices import Prices
@@ -243,13 +244,15 @@ def _price(
     traffic = compute.Traffic(
         tuple((i, t.shape, held[t.id]) for i, t in enumerate(ins) if t.id in buffers.reads[op.id]),
         tuple(
-            (j, t.shape, held[t.id])
+            (j, _written_shape(op, t.shape), held[t.id])
             for j, t in enumerate(outs)
             if (buffers.stored[t.id] and op.primitive not in BOUNDARY) or _is_batch(op)
         ),
         ins[0].dtype if ins else (outs[0].dtype if outs else "float32"),
         tuple((j, t.shape, held[t.id]) for j, t in enumerate(outs) if is_computed_inside(op, t.id, buffers)),
     )
+    if getattr(profile, "family", "") == "gpu" and op.primitive not in BOUNDARY:
+        traffic = on_gpu(traffic, graph, op, profile)
     kinds = tuple((n, f.size, f.kind, f.combine) for n, f in rule.factors.items())
     shapes = tuple((t.shape, t.itemsize) for t in (*ins, *outs))
     first = op.params.get("first") is None
@@ -272,6 +275,11 @@ def _price(
     own = [m for m in members if graph.ops[m].primitive != "result" or op.primitive == "result"]
     count = sum(graph.ops[m].count for m in own)
     return OpClass(tuple(own), rule, strategies, count, compute_s, comm_s, operands, results)
+
+
+def _written_shape(op: Op, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """What one execution writes of a result: a loop one slice of what it stacks up."""
+    return (1, *shape[1:]) if op.primitive == "loop_stack" else shape
 
 
 def _is_batch(op: Op) -> bool:

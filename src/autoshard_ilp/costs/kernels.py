@@ -1,0 +1,71 @@
+"""What an operation costs on a GPU besides the roofline of what it reads and writes, as seen on real ones.
+
+Seen with ``benchmarks/measured_single_device.py`` on an H200 (jax 0.11.2): the fixed time of a kernel; random bits,
+115 integer operations per two words of Threefry (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+2011), which took 9 of 75 ms of GPT-2's step; rows of an odd vocabulary, which halve the rate of the products with it or worse;
+and batched products of attention, whose operands are copied into an order in which the batch comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoshard_ilp.costs.compute import ProductDims, Traffic
+from autoshard_ilp.costs.fusion import RANDOM, REDUCTIONS, UNFUSIBLE
+from autoshard_ilp.graph import Graph, Op
+
+ALIGNMENT_BYTES = 16
+"""Of rows that matrix units read at full rate (NVIDIA, "Matrix Multiplication Background User's Guide")."""
+
+COPIED = 2
+"""A copy reads and writes."""
+
+
+def on_gpu(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffic:
+    """The traffic of one execution of an operation with what it costs on a GPU.
+
+    Args:
+        traffic: by the buffers that are read and written.
+        graph: of the step.
+        op: one of its operations, none of its boundary.
+        profile: says at which rates.
+    """
+    kernel = bool(traffic.writes) or op.primitive in UNFUSIBLE or op.primitive.startswith(REDUCTIONS)
+    found = replace(traffic, kernels=int(kernel))
+    if op.primitive in RANDOM and profile.random_words_per_s:
+        words = sum(_words(graph.tensors[t].shape, graph.tensors[t].itemsize) for t in op.outputs)
+        return replace(found, random_words=words)
+    if op.primitive == "conv_general_dilated":
+        return replace(found, share=profile.convolution_efficiency)
+    if op.primitive == "dot_general":
+        return _product(found, graph, op, profile)
+    return found
+
+
+def _words(shape: Sequence[int], itemsize: float) -> float:
+    elements = 1.0
+    for n in shape:
+        elements *= n
+    return elements * max(1.0, itemsize / 4)
+
+
+def _product(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffic:
+    (contract, _), batch = op.params["dimension_numbers"]
+    tensors = [graph.tensors[t] for t in (*op.inputs[:2], *op.outputs)]
+    unaligned = any(t.shape and t.shape[-1] * t.itemsize % ALIGNMENT_BYTES for t in tensors)
+    left = len(tensors[0].shape) - len(contract) - len(batch[0])
+    reads, writes = list(traffic.reads), list(traffic.writes)
+    for i, dims in enumerate(batch):
+        if tuple(dims) != tuple(range(len(dims))):
+            reads += COPIED * [entry for entry in traffic.reads if entry[0] == i]
+    if batch[0] and any(graph.ops[reader].primitive == "transpose" for reader, _ in tensors[-1].consumers):
+        writes += COPIED * list(traffic.writes)
+    return replace(
+        traffic,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        product=ProductDims(len(batch[0]), left, tensors[-1].shape) if profile.processors else None,
+        share=profile.unaligned_efficiency if unaligned else 1.0,
+    )
