@@ -64,7 +64,7 @@ global batch 8
 |---|---|---|
 | mlp | 1.0 | 1.2 |
 """,
-    "measured_single_device-h200-2026-01-02": f"""# Measured
+    "measured_single_device-2026-01-02": f"""# Measured
 
 {ABOUT}
 | case | predicted ms | measured ms |

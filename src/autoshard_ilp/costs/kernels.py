@@ -2,8 +2,8 @@
 
 Seen with ``benchmarks/measured_single_device.py`` on an H200 (jax 0.11.2): the fixed time of a kernel; random bits,
 115 integer operations per two words of Threefry (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
-2011), which took 9 of 75 ms of GPT-2's step; rows of an odd vocabulary, which halve the rate of the products with it or worse;
-and batched products of attention, whose operands are copied into an order in which the batch comes first.
+2011), which took 9 of 75 ms of GPT-2's step; rows of an odd vocabulary, which halve the rate of the products with it
+or worse; and batched products of attention, whose operands are copied into an order in which the batch comes first.
 """
 
 from __future__ import annotations
