@@ -292,3 +292,28 @@ def test_a_residual_sum_is_written_whatever_small_vectors_it_reads() -> None:
     kinds = [graph.ops[t.producer].primitive for t in written]
     assert kinds.count("conv_general_dilated") == 4
     assert len(kinds) >= 6  # and the input, and the first sum
+
+
+@pytest.mark.parametrize(("hardware", "scores", "wide"), [("tpu-v5e", 1, 1), ("tpu-v5p", 2, 2)])
+def test_softmaxes_and_error_functions_are_written_on_v5p(hardware: str, scores: int, wide: int) -> None:
+    """Seen on v5p for four transformer layers: bf16[4,16,512,512] beside the scores, bf16[4,512,4096] beside what it is
+    made of. XLA:TPU computes both in the products' kernels on v5e."""
+    import keras
+
+    def build() -> Any:
+        kept = {"dtype": "mixed_bfloat16"}
+        x = inputs = keras.Input((64, 128))
+        x = keras.layers.Add(**kept)([x, keras.layers.MultiHeadAttention(4, 32, **kept)(x, x)])
+        x = keras.layers.Dense(128, **kept)(keras.layers.Dense(512, "gelu", **kept)(x))
+        net = keras.Model(inputs, x)
+        net.compile(optimizer="sgd", loss="mse")
+        return net
+
+    plan = plan_of(build, {"data": 2}, hardware, batch_size=256)
+    graph, stored = plan.trail.graph, plan.trail.costs.buffers.stored
+
+    def written(size: int) -> int:
+        made = [t for t in graph.tensors if stored[t.id] and t.producer is not None and int(np.prod(t.shape)) == size]
+        return len([t for t in made if graph.ops[t.producer].phase == "forward"])
+
+    assert (written(256 * 4 * 64 * 64), written(256 * 64 * 512)) == (scores, wide)

@@ -95,10 +95,18 @@ def roots(graph: Graph) -> np.ndarray:
     return root
 
 
-def written_to_memory(graph: Graph, root: np.ndarray, family: str) -> np.ndarray:
-    """Whether each tensor is written to memory (see the module docstring)."""
+def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = True) -> np.ndarray:
+    """Whether each tensor is written to memory (see the module docstring).
+
+    Args:
+        graph: of the step.
+        root: per tensor, the tensor whose buffer a view reads.
+        family: of the hardware.
+        anew: whether XLA:TPU computes softmaxes in the products of attention, and long functions in the backward pass
+            again, as for v5e. For v5p it writes them.
+    """
     readers = _readers(graph, root)
-    stored = _needs_buffer(graph, root, readers, family)
+    stored = _needs_buffer(graph, root, readers, family, anew)
     fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
     if family == "gpu":
         stored |= operands_of_erfc(graph, root, stored, fuses) | zeros_of_poolings(graph)
@@ -198,7 +206,9 @@ def _with_dear_ones(graph: Graph, root: np.ndarray, stored: np.ndarray, several:
     return found
 
 
-def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]], family: str) -> np.ndarray:
+def _needs_buffer(
+    graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]], family: str, again: bool
+) -> np.ndarray:
     """Tensors that their producer or one of their readers cannot fuse, or that nobody computes twice."""
     stored = np.zeros(len(graph.tensors), bool)
     drawn = np.zeros(len(graph.tensors), bool)  # from random bits, inside a fusion
@@ -206,7 +216,7 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
     behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
     donated = written_in_place(graph, root)
     fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
-    kept = long_functions_kept(graph, root, fuses, LONG) if family == "tpu" else frozenset()
+    kept = long_functions_kept(graph, root, fuses, LONG) if again else frozenset(op.id for op in graph.ops)
     for op in graph.ops:
         if op.primitive in VIEWS:
             for position, out in enumerate(op.outputs):
@@ -215,7 +225,7 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
             continue
         inside = [root[t] for t in op.inputs if not stored[root[t]]]
         random = op.primitive in RANDOM or any(drawn[t] for t in inside)
-        once = op.id in kept if family == "tpu" else op.primitive in TRANSCENDENTAL
+        once = op.primitive in (LONG if family == "tpu" else TRANSCENDENTAL) and (family != "tpu" or op.id in kept)
         dear = once or any(costly[t] for t in inside)
         mine = _leaves(graph, root, stored, behind, op)
         for t in op.outputs:
@@ -231,14 +241,16 @@ def _needs_buffer(graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]
                 anew = (not random or family == "tpu") and (not dear or smaller)
                 stored[t] = (
                     not fusible(op)
-                    or any(not _fuses_operand(r, family) for r in readers[t])
+                    or any(not _fuses_operand(r, family, again) for r in readers[t])
                     or (not anew and len({r.id for r in readers[t]}) > 1)
                 )
     return stored
 
 
-def _fuses_operand(op: Op, family: str) -> bool:
+def _fuses_operand(op: Op, family: str, again: bool) -> bool:
     """Whether an operation may compute its operands element by element while it reads them."""
+    if family == "tpu" and not again and op.primitive == "dot_general" and op.params["dimension_numbers"][1][0]:
+        return False  # a product of batches
     inside = {"tpu": PRODUCTS, "gpu": WINDOWS}.get(family, frozenset())
     return fusible(op) or op.primitive.startswith(REDUCTIONS) or op.primitive in inside
 

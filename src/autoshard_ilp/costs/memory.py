@@ -49,14 +49,15 @@ def is_computed_inside(op: Op, tensor: int, buffers: Buffers) -> bool:
     return not free and fusible(op) and not buffers.stored[tensor]
 
 
-def analyse(graph: Graph, family: str = "") -> Buffers:
+def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
     """Finds the buffers of a graph.
 
     Args:
         family: of the hardware, "tpu", "gpu" or "cpu": their compilers fuse differently.
+        anew: of TPUs, whether softmaxes and long functions are computed again (:func:`written_to_memory`).
     """
     root = roots(graph)
-    stored = written_to_memory(graph, root, family)
+    stored = written_to_memory(graph, root, family, anew)
     time = schedule(graph)
     horizon = int(time.max()) + 2 if len(time) else 1
     last_use = _last_uses(graph, root, stored, time)

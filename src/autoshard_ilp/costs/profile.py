@@ -73,6 +73,8 @@ class HardwareProfile:
         usable_memory_bytes: what a program may use per device; the default memory budget.
         vector_memory_bytes: of short-lived buffers, kept on the chip instead of in device memory (TPUs); 0: counted
             like all others.
+        fused_kernels: "more", or "fewer" where XLA:TPU writes softmaxes for the products of attention, and error
+            functions for the backward pass.
         heap_loss_share: holes between the buffers of a training step, as a share of those that are live (TPUs).
         link_kind: "torus" (``link_bytes_per_s`` is one link), "switch", "pcie" or "host" (one device's whole egress).
         hop_seconds: per step between neighbours inside a domain.
@@ -113,6 +115,7 @@ class HardwareProfile:
     all_to_all_efficiency: float | None = None
     vector_memory_bytes: int = 0
     heap_loss_share: float = 0.0
+    fused_kernels: str = "more"
     host_devices: int | None = None
     shared_bus_bytes_per_s: float | None = None
     in_switch_bytes_per_s: float | None = None
@@ -241,6 +244,7 @@ _SCHEMA: dict[str, dict[str, _Figure]] = {
         "unaligned_efficiency": _share("unaligned_efficiency", required=False),
         "convolution_efficiency": _share("convolution_efficiency", required=False),
         "random_words_per_s": _Figure("random_words_per_s", float, 1.0, required=False),
+        "fused_kernels": _Figure("fused_kernels", str, required=False, choices=("more", "fewer")),
     },
     "memory": {
         "total_bytes": _Figure("memory_bytes", int, 1),

@@ -126,7 +126,7 @@ def build_table(
         fold_layers: tie repeated layers to one decision.
         halved: to two, one for either half of them.
     """
-    buffers = analyse(graph, getattr(profile, "family", ""))
+    buffers = analyse(graph, getattr(profile, "family", ""), getattr(profile, "fused_kernels", "more") == "more")
     rounded = precision(graph, profile)
     views = [graph.view(op) for op in graph.ops]
     rules = _rules(views, rule_of)
