@@ -265,7 +265,7 @@ def report(rows: list[dict[str, Any]], hardware: str, about: str) -> str:
     parts.append(f"## Steps\n\n{_table(known)}")
     if unknown := [r for r in timed if r.get("unknown")]:
         parts.append(
-            "## With kernels that plans do not know\n\nWhere a GPU is attached, Keras chooses cuDNN's flash attention "
+            "## With kernels that plans did not know\n\nWhere a GPU is attached, Keras chooses cuDNN's flash attention "
             f"and loops. Their time and memory are not in these predictions.\n\n{_table(unknown)}"
         )
     failed = [f"- {r['case']}: {r['status']}" for r in rows if "measured ms" not in r]

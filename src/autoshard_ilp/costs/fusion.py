@@ -54,7 +54,8 @@ UNFUSIBLE = frozenset(
     dot_general ragged_dot conv_general_dilated gather scatter scatter-add scatter_add scatter-mul scatter-min
     scatter-max sort top_k cumsum cumprod cummax cummin cumlogsumexp fft cholesky triangular_solve qr eigh svd lu
     reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
-    select_and_gather_add argmax argmin result loop_stack
+    select_and_gather_add argmax argmin result loop_stack dot_product_attention_fwd_wrapper
+    dot_product_attention_bwd_wrapper rnn_fwd rnn_bwd
     """.split()  # noqa: SIM905
 )
 """Operations that read their operands from memory and write their result to memory."""

@@ -1,6 +1,7 @@
 """Sharding rules: what each primitive lets one shard, as one printable line. See README.md for how to add one."""
 
 from autoshard_ilp.rules import (
+    attention,
     control,
     elementwise,
     indexing,
@@ -22,6 +23,7 @@ __all__ = [
     "Kind",
     "OpView",
     "Rule",
+    "attention",
     "axes_of_factors",
     "control",
     "elementwise",

@@ -7,6 +7,7 @@ Seen with jaxlib 0.10.2, by compiling each primitive alone with the shardings of
   the other axis. This is a wrong result, not a slow one: see the tests.
 * Convolutions in groups of several features: XLA:CPU and XLA:GPU gather the whole input, whatever is sharded.
 * ``top_k``, ``fft`` and the right-hand sides of ``triangular_solve``: XLA:CPU and XLA:GPU gather the batch dimensions.
+* cuDNN's flash attention: jax's own partitioning refuses layouts that differ between queries, keys and values.
 * Factorisations: XLA:TPU gathers batches of ``lu`` and synchronises the loops of ``eigh`` and ``svd``.
 
 Under ``jax.shard_map`` each device runs the primitive on its own part, which is what the rule promises.
@@ -18,11 +19,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoshard_ilp.rules import attention
 from autoshard_ilp.rules.linear_algebra import FACTORISATIONS
 from autoshard_ilp.rules.rule import Dims, Kind, OpView, Rule
 from autoshard_ilp.sharding import WHOLE, Layout
 
-_ALWAYS = frozenset({"top_k", "approx_top_k", "fft", "triangular_solve", *FACTORISATIONS})
+_ALWAYS = frozenset({"top_k", "approx_top_k", "fft", "triangular_solve", *FACTORISATIONS, *attention.PRIMITIVES})
 
 Shape = tuple[int, ...]
 
