@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,8 @@ from autoshard_ilp.costs.carried import count_gathers_twice, count_twice
 from autoshard_ilp.costs.tiles import padding, through_convolutions, tiled_bytes
 from autoshard_ilp.costs.written import packed_bytes
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
+from autoshard_ilp.verify import compile_only_mesh
+from compiled import needs_tpu
 
 MIB = 2**20
 
@@ -317,3 +321,33 @@ def test_softmaxes_and_error_functions_are_written_on_v5p(hardware: str, scores:
         return len([t for t in made if graph.ops[t.producer].phase == "forward"])
 
     assert (written(256 * 4 * 64 * 64), written(256 * 64 * 512)) == (scores, wide)
+
+
+@needs_tpu
+@pytest.mark.tpu
+def test_the_tpu_compiler_copies_images_into_tiles_of_batch_and_channels() -> None:
+    """What is counted for a convolution's image: 16 bits, with batch and channels varying fastest."""
+    import jax
+
+    shape, sizes = (128, 64, 64, 3), (4,)
+
+    def loss(kernel: Any, image: Any) -> Any:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        made = jax.lax.conv_general_dilated(image.astype("bfloat16"), kernel, (2, 2), "SAME", dimension_numbers=numbers)
+        return (jax.nn.relu(made).astype("float32") ** 2).mean()
+
+    mesh = compile_only_mesh("tpu-v5e:2x2", ("data",), sizes)
+    whole, rows = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in ((), ("data",)))
+    args = [
+        jax.ShapeDtypeStruct((4, 4, 3, 128), "bfloat16", sharding=whole),
+        jax.ShapeDtypeStruct(shape, "float32", sharding=rows),
+    ]
+    text = jax.jit(jax.value_and_grad(loss)).lower(*args).compile().as_text()
+    found = re.findall(r" = bf16\[32,64,64,3\]\{([\d,]+):T\((\d+),(\d+)\)", text)
+    sizes_seen = set()
+    for order, *tile in found:
+        padded = [32, 64, 64, 3]
+        for dim, part in zip(map(int, order.split(",")[:2]), map(int, reversed(tile)), strict=True):
+            padded[dim] = -(-padded[dim] // part) * part
+        sizes_seen.add(math.prod(padded) * 2)
+    assert tiled_bytes(shape, 2.0, (0,), sizes, (0, 3)) in sizes_seen, "the copy that is counted"
