@@ -43,11 +43,12 @@ SHARE = 0.4  # of the time left, for one integer program
 GUESSES = 12
 MARGIN = 2e-3  # of the capacity, left free by a plan of few strategies per node
 TRIES = 8  # of a limit, per guess
-WINDOW_CELLS = 600_000  # of a net whose windows are tried first
+WINDOW_CELLS = 1_200_000  # of a net whose windows are tried first
 FIRST_STEP = 1e-3  # relative, of the first window above the bound
+WIDE_STEP = 1e-4  # .. of a net with more cells
 LAST_STEP = 100.0  # the same, of the last one: after it, any plan will do
 WIDER = 0.6  # of the distance between bound and window: the next step
-WINDOW_SHARE = 0.25  # of the time left, for one window
+WINDOW_SHARE = 0.4  # of the time left, for one window
 NARROWER = 1  # tries, after a window that held too much
 ANY_PLAN = 0.2  # relative gap of a plan that will do, where only some plan is wanted
 
@@ -105,6 +106,8 @@ class Closing(PricedNet):
                 self._shrink()
             bound = max(self.bound, self.search.lower)
             above = WIDEN * max(above, limit / bound - 1) if bound > 0 and math.isfinite(limit) else WIDEN * above
+        if not (narrow or self.fresh or self.proved or self.owner.stop()):
+            self._windows()
         return self.fresh
 
     def _windows(self) -> bool:
@@ -113,7 +116,8 @@ class Closing(PricedNet):
         window = Window(self.net, owner.capacity, self._prices_to_try())
         known = max(self.bound, search.lower, search.without_memory, window.bound)
         unit = max(abs(known), owner.first_price() * owner.capacity)
-        step, narrower = FIRST_STEP * unit, 0
+        first = unit * (WIDE_STEP if self.net.size()["cells"] > WINDOW_CELLS else FIRST_STEP)
+        step, narrower = first, 0
         while not (owner.stop() or search.too_dear):  # too dear, any plan will do
             limit = min(known + step, search.upper) if step < LAST_STEP * unit else search.upper
             since = time.monotonic()
@@ -137,7 +141,7 @@ class Closing(PricedNet):
             else:
                 known = limit
                 if not narrower:  # what a window holds grows fast with its distance from the bound
-                    step = min(2.0 * step, max(FIRST_STEP * unit, WIDER * (known - found.relaxed)))
+                    step = min(2.0 * step, max(first, WIDER * (known - found.relaxed)))
         return owner.stop()
 
     def _prices_to_try(self) -> list[np.ndarray]:

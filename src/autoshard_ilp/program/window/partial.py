@@ -17,7 +17,7 @@ from autoshard_ilp.program.window import kernels
 from autoshard_ilp.program.window.relations import Bucket
 from autoshard_ilp.program.window.relaxations import Relaxations
 
-MADE = 4_000_000  # partial plans of one bucket, at most
+MADE = 8_000_000  # partial plans of one bucket, at most
 FEWER = 0.8  # of the rows: worth telling the others
 
 

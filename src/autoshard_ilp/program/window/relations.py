@@ -10,8 +10,9 @@ Source: R. Dechter, Artificial Intelligence 113 (1999), "Bucket elimination: a u
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -112,6 +113,28 @@ class Relations:
                 f.scope, f.labels, f.table.shape, list(cells.T), slack[at], f.table[at], used
             )
         self.prune()
+
+    def branches(self) -> list[Relations]:
+        """Two copies that share all plans: each has half of the strategies of the node that most rows are of."""
+        rows = {v: sum(len(self.relations[n].slack) for n in self.incident[v]) for v in self.live}
+        v = max((w for w in rows if len(self.alive[w]) > 1), key=lambda w: rows[w])
+        widest = max((self.relations[n] for n in self.incident[v]), key=lambda r: len(r.slack))
+        k = widest.scope.index(v)
+        label = widest.labels[k][self.alive[v]]  # alike in the widest relation stay together
+        counts = np.bincount(widest.columns[k], minlength=widest.sizes[k])[np.unique(label)]
+        half = np.searchsorted(np.cumsum(counts), counts.sum() / 2)
+        first = label <= np.unique(label)[min(int(half), len(counts) - 2)]
+        return [self._copy(v, part) for part in (first, ~first)]
+
+    def _copy(self, v: int, strategies: np.ndarray) -> Relations:
+        """A copy with these strategies of ``v`` (bool, of those alive)."""
+        other = copy.copy(self)
+        other.alive, other.theta = dict(self.alive), {w: t.copy() for w, t in self.theta.items()}
+        other.relations = {n: replace(r, slack=r.slack.copy()) for n, r in self.relations.items()}
+        other.incident = {w: dict(i) for w, i in self.incident.items()}
+        other.buckets = [replace(b) for b in self.buckets]
+        other.alive[v], other.theta[v] = self.alive[v][strategies], other.theta[v][strategies]
+        return other
 
     @property
     def live(self) -> list[int]:

@@ -6,6 +6,8 @@ message passing over what is left raises the bounds, which leaves fewer; then wi
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from autoshard_ilp.program.window.tighten import tighten
 ROWS = 20_000  # of a bucket, at first
 MOST_ROWS = 400_000
 WIDER = 4
+DEPTH = 8  # splits of what stays wide, one within the other
 LESS = 0.8  # of the rows: worth trying again before buckets get wider
 
 
@@ -28,7 +31,8 @@ LESS = 0.8  # of the rows: worth trying again before buckets get wider
 class Found:
     """``status`` is "optimal", "infeasible" (no plan within the limit) or "unknown" (too wide, or out of time).
 
-    ``bound`` is a lower bound of all plans that fit, in seconds: at most the limit, or what the plan costs.
+    ``choices`` may be a plan, not proved the best, where the status is unknown. ``bound`` is a lower bound of all plans
+    that fit, in seconds: at most the limit, or what the plan costs.
     ``relaxed`` is what the relaxations proved before rows of several together were found to leave nothing.
     """
 
@@ -53,7 +57,6 @@ class Window:
     def __init__(self, net: Net, capacity: int, prices: Sequence[np.ndarray]) -> None:
         self.net = net
         self.relaxed = Relaxations(net, capacity, prices)
-        self.bounds = self.relaxed.bounds()  # of the last limit tried
 
     @property
     def bound(self) -> float:
@@ -63,52 +66,88 @@ class Window:
     def solve(self, limit: float, deadline: float) -> Found:
         """The best plan of at most ``limit`` seconds; ``deadline`` in monotonic seconds."""
         relaxed = self.relaxed
-        limits, self.bounds = relaxed.limits(limit), relaxed.bounds()
+        self.limit, self.limits, self.deadline = limit, relaxed.limits(limit), deadline
+        self.best: np.ndarray | None = None
+        self.proved = -math.inf
+        bounds = relaxed.bounds()
         try:
-            if (self.bounds > limits).any() or (self.net.base > relaxed.capacity).any():
+            if (bounds > self.limits).any() or (self.net.base > relaxed.capacity).any():
                 raise EmptyNodeError(-1)
-            relations = Relations(relaxed, limits - self.bounds)
-            ended = self._eliminate(relations, limits, deadline)
+            ended = self._search(Relations(relaxed, self.limits - bounds), bounds, ROWS, DEPTH)
         except EmptyNodeError:
-            return Found("infeasible", None, limit, relaxed.seconds(self.bounds))
-        known = relaxed.seconds(self.bounds)
-        choices = None
-        if ended:
-            outside = keep_wanted(relaxed, relations.buckets, limits)
-            ended, choices = best_plan(relaxed, relations.buckets, outside, limits, deadline)
+            ended = True
+        known = max(self.proved, relaxed.seconds(bounds))
         if not ended:
-            return Found("unknown", None, min(limit, known), known)
-        if choices is None:
-            return Found("infeasible", None, limit, known)
-        return Found("optimal", choices, self.net.value(choices), known)
+            return Found("unknown", self.best, min(self.limit, known), known)
+        status = "infeasible" if self.best is None else "optimal"
+        return Found(status, self.best, self.limit, known)
 
-    def _eliminate(self, relations: Relations, limits: np.ndarray, deadline: float) -> bool:
-        """Eliminate all nodes; False where that takes too many rows or too long. Raises the bounds on the way.
+    def _search(self, relations: Relations, bounds: np.ndarray, most: int, depth: int) -> bool:
+        """Look for plans within the limit, which every plan found lowers; False where something is left open.
 
-        Raises:
-            EmptyNodeError: no plan is within the limits.
+        Args:
+            relations: used up.
+            bounds: of the relaxations.
+            most: rows of a bucket.
+            depth: how often what is too wide may be split.
         """
-        most = ROWS
-        while True:
-            self._narrow(relations, most, deadline)
-            if not relations.live:
-                self.bounds = self.bounds + relations.finish()
-                return True
-            if time.monotonic() > deadline:
-                return False
-            before = relations.count()
-            self.bounds = tighten(relations, self.bounds, limits, deadline)
-            if relations.count() > LESS * before:
-                most *= WIDER
-                if most > MOST_ROWS:
+        top = depth == DEPTH
+        try:
+            while True:
+                self._narrow(relations, most)
+                if not relations.live:
+                    bounds = bounds + relations.finish()
+                    break
+                if time.monotonic() > self.deadline:
                     return False
+                before = relations.count()
+                bounds = tighten(relations, bounds, self.limits, self.deadline)
+                if top:
+                    self.proved = self.relaxed.seconds(bounds)
+                if relations.count() > LESS * before:
+                    if most * WIDER <= MOST_ROWS:
+                        most *= WIDER
+                    elif depth:
+                        return self._split(relations, bounds, most, depth)
+                    else:
+                        return False
+        except EmptyNodeError:
+            return True
+        if top:
+            self.proved = self.relaxed.seconds(bounds)
+        outside = keep_wanted(self.relaxed, relations.buckets, self.limits)
+        if not len(relations.buckets[-1].strategy):
+            return True
+        ended, choices = best_plan(self.relaxed, relations.buckets, outside, self.limits, self.deadline)
+        if choices is not None:
+            self.best, self.limit = choices, self.net.value(choices)
+            self.limits = self.relaxed.limits(self.limit)
+        return ended
 
-    @staticmethod
-    def _narrow(relations: Relations, most: int, deadline: float) -> None:
+    def _split(self, relations: Relations, bounds: np.ndarray, most: int, depth: int) -> bool:
+        """Both halves of what is too wide, the one with the least bound first; False where one is left open."""
+        halves: list[tuple[float, int, Relations, np.ndarray]] = []
+        for half in relations.branches():
+            try:
+                found = tighten(half, bounds, self.limits, self.deadline)
+            except EmptyNodeError:
+                continue
+            halves.append((self.relaxed.seconds(found), len(halves), half, found))
+        ended = True
+        for _, _, half, found in sorted(halves, key=lambda h: h[:2]):
+            ended = ended and self._search(half, found, most, depth - 1)
+        return ended
+
+    def _narrow(self, relations: Relations, most: int) -> None:
         """Eliminate every node whose bucket has at most that many rows, narrow ones first."""
         width = {v: relations.width(v) for v in relations.live}
-        while width and time.monotonic() < deadline:
-            v = min(width, key=lambda w: (width[w], w))
+        heap = [(w, v) for v, w in width.items()]
+        heapq.heapify(heap)
+        while heap and time.monotonic() < self.deadline:
+            now, v = heapq.heappop(heap)
+            if width.get(v) != now:
+                continue
             del width[v]
             for w in relations.eliminate(v, most) or ():
                 width[w] = relations.width(w)
+                heapq.heappush(heap, (width[w], w))
