@@ -153,7 +153,8 @@ def run(
         whole = [part[0] if PARTIAL in layout else part for part, layout in zip(parts, operands, strict=True) if layout]
         out = bind(*whole, **params)
         partial = out[0] if isinstance(out, (list, tuple)) else out
-        reduced = _reduced(partial, sums, result, axis_names, sizes, slice_shape, leading)
+        many = op.primitive == "dot_general" and len(op.out_shapes[0]) >= MANY_DIMS
+        reduced = _reduced(partial, sums, result, axis_names, sizes, slice_shape, leading, many)
         return (reduced, never_known_before(partial)) if looked_at else reduced
 
     return _mapped(
@@ -231,6 +232,7 @@ def _reduced(
     sizes: Sequence[int],
     slice_shape: Sequence[int],
     leading: int = 0,
+    many: bool = False,
 ) -> Any:
     """Partial sums scattered onto the dimensions that the result's layout names, then added up over the other axes."""
     import jax
@@ -239,7 +241,7 @@ def _reduced(
     for axis in sums:
         by_dim.setdefault(result[axis], []).append(axis)
     for dim in sorted(d for d in by_dim if d >= 0):
-        value = _scattered(value, by_dim[dim], dim, axis_names, sizes, slice_shape, leading)
+        value = _scattered(value, by_dim[dim], dim, axis_names, sizes, slice_shape, leading, many)
         stay = [a for a, d in enumerate(result) if d == dim and a not in by_dim[dim]]
         value = _reordered(value, (*stay, *by_dim[dim]), sorted((*stay, *by_dim[dim])), axis_names, sizes)
     if WHOLE in by_dim:
@@ -255,6 +257,7 @@ def _scattered(
     sizes: Sequence[int],
     slice_shape: Sequence[int],
     leading: int = 0,
+    many: bool = False,
 ) -> Any:
     """Partial sums of all devices along mesh ``axes``, added up and scattered onto ``dim``.
 
@@ -262,8 +265,9 @@ def _scattered(
     happens to choose, into an all-reduce and a slice: twice the bytes. A dimension of its own in front, one entry per
     shard, is never tiled. Where shards fill tiles in every layout it is left out, since it can cost a copy; in front of
     the first dimension, or of the ``leading`` one of the order in which the result is computed, it costs none, and
-    saves what XLA pads to scatter in equal pieces. A product of many dimensions (heads) may be computed in an order in
-    which that dimension is not the first: then XLA:TPU all-reduces, so there it is asked for.
+    saves what XLA pads to scatter in equal pieces. A product of ``many`` dimensions (heads) may be computed in an order
+    in which that dimension is not the first: then XLA:TPU all-reduces, so there it is asked for. Not of convolutions:
+    the order of a kernel's gradient is that of its variable, which would be copied.
     """
     import jax
 
@@ -281,7 +285,7 @@ def _scattered(
         shards = _scattered_in_stages(front, axes, axis_names, sizes, slice_shape)
     else:
         front = front.reshape(n_shards, rows, *front.shape[1:])
-        front = row_major(front) if slice_shape and value.ndim >= MANY_DIMS else front
+        front = row_major(front) if slice_shape and many else front
         shards = jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False)
     return jax.numpy.moveaxis(shards, 0, dim)
 
