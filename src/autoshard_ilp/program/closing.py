@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.milp import Milp, MilpResult
 from autoshard_ilp.program.net import EmptyNodeError, Net
@@ -37,6 +38,7 @@ FIRST_GUESS = 1e-4  # relative, above the bound
 WIDEN = 3.0  # of the next guess
 NARROW_SWEEPS = 20
 MOST_CELLS = 60_000  # of a program that the simplex method gets, where its answer is the last
+DECIDE_CELLS = 120_000  # .. and where a window has left nothing but what may be part of a plan
 GUESS_CELLS = 30_000  # .. and where it is not
 ENOUGH_CELLS = 10_000  # a program smaller than this is not worth its run: the guess may be wider
 SHARE = 0.4  # of the time left, for one integer program
@@ -46,10 +48,11 @@ TRIES = 8  # of a limit, per guess
 WINDOW_CELLS = 1_200_000  # of a net whose windows are tried first
 FIRST_STEP = 1e-3  # relative, of the first window above the bound
 WIDE_STEP = 1e-4  # .. of a net with more cells
+PART_OF_GAP = 0.2  # .. where a plan is known
 LAST_STEP = 100.0  # the same, of the last one: after it, any plan will do
 WIDER = 0.6  # of the distance between bound and window: the next step
 WINDOW_SHARE = 0.4  # of the time left, for one window
-NARROWER = 1  # tries, after a window that held too much
+NARROWER = 2  # windows that hold too much, before it gives up
 ANY_PLAN = 0.2  # relative gap of a plan that will do, where only some plan is wanted
 
 
@@ -104,6 +107,8 @@ class Closing(PricedNet):
             near = self.search.upper - self.bound < NEAR * abs(self.search.upper)
             if near and self.search.upper < known and not (self.fresh or self.proved):
                 self._shrink()
+                if not self.owner.stop() and self.net.size()["cells"] <= WINDOW_CELLS and self._windows():
+                    break
             bound = max(self.bound, self.search.lower)
             above = WIDEN * max(above, limit / bound - 1) if bound > 0 and math.isfinite(limit) else WIDEN * above
         if not (narrow or self.fresh or self.proved or self.owner.stop()):
@@ -117,9 +122,13 @@ class Closing(PricedNet):
         known = max(self.bound, search.lower, search.without_memory, window.bound)
         unit = max(abs(known), owner.first_price() * owner.capacity)
         first = unit * (WIDE_STEP if self.net.size()["cells"] > WINDOW_CELLS else FIRST_STEP)
-        step, narrower = first, 0
+        if search.best is not None:
+            first = min(first, PART_OF_GAP * (search.upper - known))
+        step, failed, tries = first, math.inf, 0
         while not (owner.stop() or search.too_dear):  # too dear, any plan will do
             limit = min(known + step, search.upper) if step < LAST_STEP * unit else search.upper
+            if limit >= failed:
+                limit = 0.5 * (known + failed)
             since = time.monotonic()
             found = window.solve(limit, self.deadline(WINDOW_SHARE))
             search.add_seconds("window", since)
@@ -128,21 +137,40 @@ class Closing(PricedNet):
                 owner.remember(plan)
                 self.fresh = owner.offer(plan)
             search.prove(min(found.bound, search.upper))
-            if found.status == "unknown":
-                narrower += 1
-                if narrower > NARROWER:
+            if found.left is not None and self._decide(found.left, limit):
+                if self.fresh or self.proved:
+                    return True
+                known = limit
+            elif found.status == "unknown":
+                failed, tries = limit, tries + 1
+                if tries > NARROWER:
                     return False
-                step *= 0.5
             elif found.status == "optimal" or limit >= search.upper:
                 if math.isinf(limit):
                     raise EmptyNodeError("rows")
                 self.proved = not self.fresh
                 return True
             else:
-                known = limit
-                if not narrower:  # what a window holds grows fast with its distance from the bound
-                    step = min(2.0 * step, max(first, WIDER * (known - found.relaxed)))
+                known = limit  # what a window holds grows fast with its distance from the bound
+                step = min(2.0 * step, max(first, WIDER * (known - found.relaxed)))
         return owner.stop()
+
+    def _decide(self, left: dict[int, np.ndarray], limit: float) -> bool:
+        """Solve what a window left of each node as an integer program; False where it is too large, or not solved."""
+        net = self.net.copy()
+        try:
+            for v, strategies in left.items():
+                net.forbid(v, np.setdiff1d(net.alive[v], strategies))
+            for number in list(net.factors):
+                reduce.compress(net, number)
+            self.presolve(net)
+            if net.size()["cells"] > DECIDE_CELLS:
+                return False
+            result = self._solve(net, limit, few=False)
+        except EmptyNodeError:
+            net, result = self.net, NOTHING
+        self._learn(net, limit, result)
+        return result.bound >= limit or result.status == "optimal"
 
     def _prices_to_try(self) -> list[np.ndarray]:
         """The best prices known or, where messages know of none, some of the right order."""

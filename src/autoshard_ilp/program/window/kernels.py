@@ -177,6 +177,7 @@ def fronts(
     state_value: np.ndarray,
     least: np.ndarray,
     rest: np.ndarray,
+    fitting: np.ndarray,
     limits: np.ndarray,
     most: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -194,6 +195,7 @@ def fronts(
         state_cost, state_used, state_value: of the children's states, one child after the other.
         least: per group of a child (with its extra entry), its least value in each relaxation.
         rest: per row and relaxation, a lower bound of everything but the row: its children and the rest of the plan.
+        fitting: per group and memory row, bytes that are never too much: fewer are no advantage.
         limits: of the relaxations.
         most: partial plans made, beyond which it gives up.
 
@@ -266,7 +268,11 @@ def fronts(
                 count += 1
             if len(now_value) == 0:
                 now_value = np.empty((1, relaxations))
-        kept = _undominated(all_cost[:, 0], all_used, count)
+        held = np.empty((count, rows), np.int64)
+        for a in range(count):
+            for r in range(rows):
+                held[a, r] = max(all_used[a, r], fitting[g, r])
+        kept = _undominated(all_cost[:, 0], held, count)
         out_cost = _room_for(out_cost, total, total + len(kept))
         out_used = _room_for(out_used, total, total + len(kept))
         out_from = _room_for(out_from, total, total + len(kept))

@@ -9,6 +9,7 @@ beats.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from autoshard_ilp.program.window import kernels
 from autoshard_ilp.program.window.relations import Bucket
 from autoshard_ilp.program.window.relaxations import Relaxations
 
-MADE = 8_000_000  # partial plans of one bucket, at most
+MADE = 1_000_000  # partial plans of one bucket, at most
 FEWER = 0.8  # of the rows: worth telling the others
 
 
@@ -54,31 +55,52 @@ def keep_wanted(relaxed: Relaxations, buckets: list[Bucket], limits: np.ndarray)
     """
     while True:
         before = sum(len(b.strategy) for b in buckets)
-        outside = _sweep(relaxed, buckets, limits)
+        outside = _sweep(buckets, lambda b: relaxed.value(b.cost, b.used), relaxed.constant, limits)
         if sum(len(b.strategy) for b in buckets) >= FEWER * before:
             return outside
 
 
-def _sweep(relaxed: Relaxations, buckets: list[Bucket], limits: np.ndarray) -> list[np.ndarray]:
-    values: list[np.ndarray] = []  # per bucket and row, the least with all its children
-    least: list[np.ndarray] = []  # .. and group
+def _sweep(
+    buckets: list[Bucket], value_of: Callable[[Bucket], np.ndarray], constant: np.ndarray, limits: np.ndarray
+) -> list[np.ndarray]:
+    """Forwards the least value of each row with all its children, backwards that of the rest of the plan.
+
+    Args:
+        buckets: in the order of elimination; rows beyond a limit are taken out.
+        value_of: the values of a bucket's rows alone, (rows, measures).
+        constant: what all plans have in common, per measure.
+        limits: per measure.
+
+    Returns:
+        Per bucket, the least value of the rest of the plan: (groups, measures).
+    """
+    values: list[np.ndarray] = []
+    least: list[np.ndarray] = []  # per bucket and group
     for bucket in buckets:
-        value = relaxed.value(bucket.cost, bucket.used)
+        value = value_of(bucket)
         for child, group in bucket.children:
             value += least[child][group]
         values.append(value)
         least.append(kernels.least_by(bucket.group, value, bucket.groups))
     outside = [np.zeros(0)] * len(buckets)
-    outside[-1] = relaxed.constant[None]
+    outside[-1] = constant[None]
     for i in range(len(buckets) - 1, -1, -1):
         bucket = buckets[i]
         total = values[i] + outside[i][bucket.group]
-        fits = (total <= limits).all(axis=1)
+        fits = ((total <= limits) & np.isfinite(total)).all(axis=1)  # infinite: a child has nothing left
         bucket.keep(fits)
         for child, group in bucket.children:
             rest = total[fits] - least[child][group]
             outside[child] = kernels.least_by(group, rest, buckets[child].groups)
     return outside
+
+
+def _never_too_much(relaxed: Relaxations, buckets: list[Bucket]) -> list[np.ndarray]:
+    """Bytes that a partial plan may hold and still fit, whatever the rest of the plan: (groups, memory rows)."""
+    base = relaxed.net.base.astype(np.float64)
+    no_limit = np.full(len(base), np.inf)
+    most = _sweep(buckets, lambda b: -b.used.astype(np.float64), -base, no_limit)  # the least of what is negative
+    return [np.where(np.isfinite(m), relaxed.capacity + m, 0.0).astype(np.int64) for m in most]
 
 
 def best_plan(
@@ -101,8 +123,9 @@ def best_plan(
         Whether it came to an end, and the choices of the net's live nodes (others 0); None: there is no such plan.
     """
     fronts: list[Front] = []
-    for bucket, rest in zip(buckets, outside, strict=True):
-        found = None if time.monotonic() > deadline else _front(relaxed, bucket, fronts, rest, limits)
+    free = _never_too_much(relaxed, buckets)
+    for bucket, rest, fitting in zip(buckets, outside, free, strict=True):
+        found = None if time.monotonic() > deadline else _front(relaxed, bucket, fronts, rest, fitting, limits)
         if found is None:
             return False, None
         fronts.append(found)
@@ -121,12 +144,18 @@ def best_plan(
 
 
 def _front(
-    relaxed: Relaxations, bucket: Bucket, fronts: list[Front], outside: np.ndarray, limits: np.ndarray
+    relaxed: Relaxations,
+    bucket: Bucket,
+    fronts: list[Front],
+    outside: np.ndarray,
+    fitting: np.ndarray,
+    limits: np.ndarray,
 ) -> Front | None:
     """The front of a bucket from those of its children; None where it takes too long.
 
     Args:
         outside: per group and relaxation, a lower bound of the rest of the plan.
+        fitting: per group and memory row, bytes that are never too much; fewer are no advantage.
     """
     own, groups = relaxed.value(bucket.cost, bucket.used), bucket.groups
     rest, alive = outside[bucket.group], np.ones(len(own), bool)
@@ -155,6 +184,7 @@ def _front(
         np.concatenate([p.value for p in parts] or [none]),
         np.concatenate([np.vstack((p.least, np.zeros((1, len(limits))))) for p in parts] or [none]),
         rest[rows],
+        fitting,
         limits,
         MADE,
     )

@@ -141,6 +141,10 @@ class Relations:
         """Nodes left, ascending."""
         return sorted(self.alive)
 
+    def left(self) -> dict[int, np.ndarray]:
+        """Strategies of each node, eliminated or not, that may be in a wanted plan."""
+        return {b.node: np.unique(b.strategy) for b in self.buckets if b.node >= 0} | self.alive
+
     def count(self) -> int:
         """Rows left."""
         return sum(len(r.slack) for r in self.relations.values())

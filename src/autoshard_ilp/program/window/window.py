@@ -21,7 +21,7 @@ from autoshard_ilp.program.window.relaxations import Relaxations
 from autoshard_ilp.program.window.tighten import tighten
 
 ROWS = 20_000  # of a bucket, at first
-MOST_ROWS = 400_000
+MOST_ROWS = 1_300_000
 WIDER = 4
 DEPTH = 8  # splits of what stays wide, one within the other
 LESS = 0.8  # of the rows: worth trying again before buckets get wider
@@ -33,13 +33,15 @@ class Found:
 
     ``choices`` may be a plan, not proved the best, where the status is unknown. ``bound`` is a lower bound of all plans
     that fit, in seconds: at most the limit, or what the plan costs.
-    ``relaxed`` is what the relaxations proved before rows of several together were found to leave nothing.
+    ``relaxed`` is what the relaxations proved before rows of several together were found to leave nothing. ``left``:
+    what plans within the limit may use, per live node its strategies; None where time ran out before that was known.
     """
 
     status: str
     choices: np.ndarray | None
     bound: float
     relaxed: float
+    left: dict[int, np.ndarray] | None = None
 
 
 class Window:
@@ -69,6 +71,7 @@ class Window:
         self.limit, self.limits, self.deadline = limit, relaxed.limits(limit), deadline
         self.best: np.ndarray | None = None
         self.proved = -math.inf
+        self.left: dict[int, np.ndarray] | None = None
         bounds = relaxed.bounds()
         try:
             if (bounds > self.limits).any() or (self.net.base > relaxed.capacity).any():
@@ -78,7 +81,7 @@ class Window:
             ended = True
         known = max(self.proved, relaxed.seconds(bounds))
         if not ended:
-            return Found("unknown", self.best, min(self.limit, known), known)
+            return Found("unknown", self.best, min(self.limit, known), known, self.left)
         status = "infeasible" if self.best is None else "optimal"
         return Found(status, self.best, self.limit, known)
 
@@ -108,6 +111,8 @@ class Window:
                     if most * WIDER <= MOST_ROWS:
                         most *= WIDER
                     elif depth:
+                        if top:
+                            self.left = relations.left()
                         return self._split(relations, bounds, most, depth)
                     else:
                         return False
@@ -119,6 +124,8 @@ class Window:
         if not len(relations.buckets[-1].strategy):
             return True
         ended, choices = best_plan(self.relaxed, relations.buckets, outside, self.limits, self.deadline)
+        if top and not ended:
+            self.left = relations.left()
         if choices is not None:
             self.best, self.limit = choices, self.net.value(choices)
             self.limits = self.relaxed.limits(self.limit)
