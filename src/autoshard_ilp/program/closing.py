@@ -24,7 +24,7 @@ from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.milp import Milp, MilpResult
 from autoshard_ilp.program.net import EmptyNodeError, Net
-from autoshard_ilp.program.priced import BEFORE_PRESOLVE, CLOSED, TABLE_CELLS, PricedNet
+from autoshard_ilp.program.priced import BEFORE_PRESOLVE, CLOSED, TABLE_CELLS, WIDE_CELLS, PricedNet
 from autoshard_ilp.program.prices import PricedRows
 from autoshard_ilp.program.window.window import Window
 
@@ -118,7 +118,9 @@ class Closing(PricedNet):
     def _windows(self) -> bool:
         """The optimum within ever wider limits; False where these hold too much."""
         search, owner = self.search, self.owner
-        window = Window(self.net, owner.capacity, self._prices_to_try())
+        if self.net.size()["cells"] > WIDE_CELLS:
+            return False
+        window = Window(self.net, owner.capacity, self._prices_to_try(), search.deadline)
         known = max(self.bound, search.lower, search.without_memory, window.bound)
         unit = max(abs(known), owner.first_price() * owner.capacity)
         first = unit * (WIDE_STEP if self.net.size()["cells"] > WINDOW_CELLS else FIRST_STEP)

@@ -7,6 +7,7 @@ from numba import njit
 
 INF = np.inf
 FEW = 8  # partial plans are not worth comparing
+WORK = 100
 
 
 @njit(cache=True)
@@ -197,7 +198,7 @@ def fronts(
         rest: per row and relaxation, a lower bound of everything but the row: its children and the rest of the plan.
         fitting: per group and memory row, bytes that are never too much: fewer are no advantage.
         limits: of the relaxations.
-        most: partial plans made, beyond which it gives up.
+        most: partial plans made, beyond which it gives up; as it does when it has looked at :data:`WORK` times as many.
 
     Returns:
         Where each group's states begin (nothing when given up), and per state its cost, bytes, and its row and
@@ -211,7 +212,7 @@ def fronts(
     now_cost, now_used, now_from = out_cost.copy(), out_used.copy(), out_from.copy()
     new_cost, new_used, new_from = out_cost.copy(), out_used.copy(), out_from.copy()
     now_value = np.empty((1024, relaxations))
-    room, made, total = np.empty(relaxations), 0, 0
+    room, made, looked, total = np.empty(relaxations), 0, 0, 0
     for g in range(groups):
         count = 0
         for i in range(group_at[g], group_at[g + 1]):
@@ -227,6 +228,9 @@ def fronts(
                 child = child_at[j] + children[i, j]
                 for k in range(relaxations):
                     room[k] += least[child, k]
+                looked += now * (state_at[child + 1] - state_at[child])
+                if looked > WORK * most:
+                    return at[:0], out_cost[:0, 0], out_used[:0], out_from[:0]
                 pairs, new = _extend(now_value, now, state_value, state_at[child], state_at[child + 1], room)
                 made += new
                 if made > most:

@@ -10,6 +10,7 @@ passing gives each a bound and reparametrised costs: what a strategy or cell add
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,6 +32,7 @@ class Relaxations:
         net: presolved, true costs, with bytes in at least one memory row.
         capacity: bytes of every row.
         prices: seconds per byte and row: those to try, the best known first.
+        deadline: monotonic seconds, after which bounds rise no more.
 
     Attributes:
         weights: of cost and of bytes per row, (relaxations, 1 + rows).
@@ -40,12 +42,12 @@ class Relaxations:
         EmptyNodeError: a node has no finite strategy.
     """
 
-    def __init__(self, net: Net, capacity: int, prices: Sequence[np.ndarray]) -> None:
+    def __init__(self, net: Net, capacity: int, prices: Sequence[np.ndarray], deadline: float = math.inf) -> None:
         self.net, self.capacity = net, capacity
         self.weights = _weights(prices, len(net.base))
         self.messages = [Messages(_weighted(net, w[0], w[1:])) for w in self.weights]
         for messages in self.messages:
-            _settle(messages)
+            _settle(messages, deadline)
 
     def limits(self, limit: float) -> np.ndarray:
         """What plans of at most ``limit`` seconds stay within, per relaxation, and a little for float noise."""
@@ -102,9 +104,11 @@ def _scaled(cost: np.ndarray, weight: float) -> np.ndarray:
     return cost if weight == 1.0 else np.where(np.isfinite(cost), 0.0, math.inf)
 
 
-def _settle(messages: Messages) -> None:
+def _settle(messages: Messages, deadline: float) -> None:
     """Sweep until the bound hardly rises."""
     for _ in range(MOST_SWEEPS):
+        if time.monotonic() > deadline:
+            break
         before = messages.bound
         messages.sweep(count=SWEEPS)
         if messages.bound - before <= STALL * abs(messages.bound):

@@ -43,7 +43,7 @@ def tighten(relations: Relations, bounds: np.ndarray, limits: np.ndarray, deadli
         for _ in range(MOST_SWEEPS):
             before = messages.bound
             messages.sweep(float(limits[k]), SWEEPS)
-            if messages.bound - before <= STALL * (limits[k] - messages.bound):
+            if messages.bound - before <= STALL * (limits[k] - messages.bound) or time.monotonic() > deadline:
                 break
         graph.read(relations, k, messages)
         bounds[k] = messages.bound

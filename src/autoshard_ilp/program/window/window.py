@@ -51,14 +51,15 @@ class Window:
         net: presolved, labels compressed, true costs, with memory rows.
         capacity: bytes of every row.
         prices: seconds per byte and row: those to try, the best known first.
+        deadline: monotonic seconds, after which the first bounds rise no more.
 
     Raises:
         EmptyNodeError: a node has no finite strategy.
     """
 
-    def __init__(self, net: Net, capacity: int, prices: Sequence[np.ndarray]) -> None:
+    def __init__(self, net: Net, capacity: int, prices: Sequence[np.ndarray], deadline: float = math.inf) -> None:
         self.net = net
-        self.relaxed = Relaxations(net, capacity, prices)
+        self.relaxed = Relaxations(net, capacity, prices, deadline)
 
     @property
     def bound(self) -> float:
