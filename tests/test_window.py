@@ -71,6 +71,39 @@ def test_the_best_plan_within_any_limit(program: Program, part: float, price: fl
         assert found.solve(below, soon()).bound == below
 
 
+@pytest.mark.parametrize("shape", ["clique", "random"])
+def test_what_stays_wide_is_split(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of a few rows at most: halves of halves are solved, and the best of all is the optimum."""
+    monkeypatch.setattr(window, "ROWS", 6)
+    monkeypatch.setattr(window, "MOST_ROWS", 6)
+    splits, split = [0], Relations.branches
+
+    def counted(self: Relations) -> list[Relations]:
+        splits[0] += 1
+        return split(self)
+
+    monkeypatch.setattr(Relations, "branches", counted)
+    ended = 0
+    for seed in range(20):
+        program = tight(random_program(seed, 7, shape, "plain", forbidden=0.05, memory=True), 0.4)
+        if program is None:
+            continue
+        best, net = brute_force(program), rows_net(program)
+        assert program.capacity is not None
+        found = window.Window(net, program.capacity, [np.zeros(len(net.base))])
+        answer = found.solve(1.5 * best.objective, soon())
+        assert answer.bound <= best.objective * (1 + 1e-9)
+        if answer.status != "unknown":
+            assert answer.status == "optimal"
+            assert answer.bound == pytest.approx(best.objective, rel=1e-12)
+            ended += 1
+        if answer.left is not None:
+            assert best.choices is not None
+            assert all(best.choices[v] in left for v, left in answer.left.items())
+    assert splits[0] > 2
+    assert ended > 3
+
+
 @pytest.mark.parametrize("shape", ["tree", "cycle", "random"])
 def test_wide_buckets_are_left_open(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every bucket is too wide the answer is unknown, and its bound below the optimum; never a wrong proof."""

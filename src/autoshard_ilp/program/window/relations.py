@@ -115,16 +115,24 @@ class Relations:
         self.prune()
 
     def branches(self) -> list[Relations]:
-        """Two copies that share all plans: each has half of the strategies of the node that most rows are of."""
+        """Two copies that share all plans: each has half of the strategies of the node that most rows are of.
+
+        Strategies that are alike in the widest relation of the node stay together; none where all are, of every node.
+        """
         rows = {v: sum(len(self.relations[n].slack) for n in self.incident[v]) for v in self.live}
-        v = max((w for w in rows if len(self.alive[w]) > 1), key=lambda w: rows[w])
-        widest = max((self.relations[n] for n in self.incident[v]), key=lambda r: len(r.slack))
-        k = widest.scope.index(v)
-        label = widest.labels[k][self.alive[v]]  # alike in the widest relation stay together
-        counts = np.bincount(widest.columns[k], minlength=widest.sizes[k])[np.unique(label)]
-        half = np.searchsorted(np.cumsum(counts), counts.sum() / 2)
-        first = label <= np.unique(label)[min(int(half), len(counts) - 2)]
-        return [self._copy(v, part) for part in (first, ~first)]
+        for v in sorted(rows, key=lambda w: (-rows[w], w)):
+            if not self.incident[v]:
+                continue
+            widest = max((self.relations[n] for n in self.incident[v]), key=lambda r: len(r.slack))
+            k = widest.scope.index(v)
+            label = widest.labels[k][self.alive[v]]
+            labels = np.unique(label)
+            if len(labels) > 1:
+                counts = np.bincount(widest.columns[k], minlength=widest.sizes[k])[labels]
+                half = int(np.searchsorted(np.cumsum(counts), counts.sum() / 2))
+                first = label <= labels[min(half, len(labels) - 2)]
+                return [self._copy(v, part) for part in (first, ~first)]
+        return []
 
     def _copy(self, v: int, strategies: np.ndarray) -> Relations:
         """A copy with these strategies of ``v`` (bool, of those alive)."""

@@ -135,7 +135,10 @@ class Window:
     def _split(self, relations: Relations, bounds: np.ndarray, most: int, depth: int) -> bool:
         """Both halves of what is too wide, the one with the least bound first; False where one is left open."""
         halves: list[tuple[float, int, Relations, np.ndarray]] = []
-        for half in relations.branches():
+        parts = relations.branches()
+        if not parts:
+            return False
+        for half in parts:
             try:
                 found = tighten(half, bounds, self.limits, self.deadline)
             except EmptyNodeError:
