@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import autoshard_ilp as autoshard
 from autoshard_ilp import order
 from autoshard_ilp.apply import Decisions, planned_function
+from autoshard_ilp.costs.heap import REPORTED
 from autoshard_ilp.graph import Graph, build_graph, insert_hubs
 from autoshard_ilp.order import order_of
 from autoshard_ilp.report import held_bytes
@@ -192,4 +194,5 @@ def test_logits_are_freed_by_the_backward_pass_on_tpu() -> None:
     assert "u8[512,32768]" in found.text
     built, choices = plan.trail.built, plan.trail.solution.choices
     held = [held_bytes(built, i, choices) for i in range(len(built.program.lifetimes.owner))]
-    assert held.count(512 * 32768) >= 3
+    holes = 1 + REPORTED * autoshard.profile("tpu-v5e").heap_loss_share
+    assert held.count(math.ceil(512 * 32768 * holes)) >= 3
