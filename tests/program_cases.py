@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 import numpy as np
 from hypothesis import strategies as st
 
-from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
+from autoshard_ilp.program import minimum_capacity, solve
+from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
 
 
 def _values(rng: np.random.Generator, shape: tuple[int, ...], style: str, forbidden: float) -> np.ndarray:
@@ -74,3 +78,27 @@ def programs(draw: st.DrawFn, memory: bool = False) -> Program:
         draw(st.sampled_from([0.0, 0.1, 0.4])),
         memory,
     )
+
+
+TIGHT_OPTIONS = SolverOptions(time_limit=60.0)
+
+
+def tight(program: Program, part: float) -> Program | None:
+    """With a capacity between the least possible and what the cheapest assignment takes; None where they agree."""
+    free = solve(dataclasses.replace(program, capacity=None), TIGHT_OPTIONS)
+    if free.choices is None:
+        return None
+    least = minimum_capacity(program, TIGHT_OPTIONS)[0]
+    if free.peak_bytes <= least:
+        return None
+    return dataclasses.replace(program, capacity=least + int(part * (free.peak_bytes - least)))
+
+
+def tight_programs(
+    seeds: int, count: int, shape: str, part: float, forbidden: float = 0.05
+) -> Iterator[tuple[int, Program]]:
+    """Seeds and random programs of ``count`` nodes whose capacity is such a part of the way; others are left out."""
+    for seed in range(seeds):
+        program = tight(random_program(seed, count, shape, "plain", forbidden=forbidden, memory=True), part)
+        if program is not None:
+            yield seed, program

@@ -12,26 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard_ilp.program import brute_force, closing, minimum_capacity, solve
+from autoshard_ilp.program import brute_force, closing, solve
 from autoshard_ilp.program.memory import Owners
 from autoshard_ilp.program.milp import Milp
 from autoshard_ilp.program.model import Lifetimes, Node, Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, build_net
-from program_cases import programs, random_program
+from program_cases import programs, tight, tight_programs
 
 OPTIONS = SolverOptions(time_limit=60.0)
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
-
-
-def tight(program: Program, part: float) -> Program | None:
-    """With a capacity between the least possible and what the cheapest assignment takes; None where they agree."""
-    free = solve(dataclasses.replace(program, capacity=None), OPTIONS)
-    if free.choices is None:
-        return None
-    least = minimum_capacity(program, OPTIONS)[0]
-    if free.peak_bytes <= least:
-        return None
-    return dataclasses.replace(program, capacity=least + int(part * (free.peak_bytes - least)))
 
 
 @SETTINGS
@@ -69,10 +58,7 @@ def test_guesses_end_at_the_optimum(shape: str, cells: int, monkeypatch: pytest.
         decided.append(self.proved)
 
     monkeypatch.setattr(closing.Closing, "_learn", learned)
-    for seed in range(12):
-        program = tight(random_program(seed, 9, shape, "plain", forbidden=0.05, memory=True), 0.4)
-        if program is None:
-            continue
+    for seed, program in tight_programs(12, 9, shape, 0.4):
         tried += 1
         best, found = brute_force(program), solve(program, OPTIONS)
         assert found.status == best.status, seed
@@ -112,10 +98,7 @@ def test_only_what_is_cheaper_than_the_cutoff_is_found(program: Program, part: f
 def test_a_search_ends_once_memory_is_proved_to_be_dear() -> None:
     """Bound and plan are true, the plan fits, and memory adds what is said."""
     ended = 0
-    for seed in range(30):
-        program = tight(random_program(seed, 9, "random", "plain", forbidden=0.05, memory=True), 0.2)
-        if program is None:
-            continue
+    for _, program in tight_programs(30, 9, "random", 0.2):
         free = brute_force(dataclasses.replace(program, capacity=None)).objective
         best, found = brute_force(program), solve(program, OPTIONS, dear=0.02)
         assert found.lower_bound <= best.objective * (1 + 1e-9)

@@ -21,8 +21,7 @@ from autoshard_ilp.program.window import kernels, window
 from autoshard_ilp.program.window.relations import Relations, _codes
 from autoshard_ilp.program.window.relaxations import Relaxations
 from autoshard_ilp.program.window.tighten import tighten
-from program_cases import programs, random_program
-from test_closing import tight
+from program_cases import programs, tight, tight_programs
 
 OPTIONS = SolverOptions(time_limit=60.0)
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
@@ -84,10 +83,7 @@ def test_what_stays_wide_is_split(shape: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Relations, "branches", counted)
     ended = 0
-    for seed in range(20):
-        program = tight(random_program(seed, 7, shape, "plain", forbidden=0.05, memory=True), 0.4)
-        if program is None:
-            continue
+    for _, program in tight_programs(20, 7, shape, 0.4):
         best, net = brute_force(program), rows_net(program)
         assert program.capacity is not None
         found = window.Window(net, program.capacity, [np.zeros(len(net.base))])
@@ -110,10 +106,7 @@ def test_wide_buckets_are_left_open(shape: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(window, "ROWS", 1)
     monkeypatch.setattr(window, "MOST_ROWS", 2)
     left_open = 0
-    for seed in range(12):
-        program = tight(random_program(seed, 8, shape, "plain", forbidden=0.05, memory=True), 0.4)
-        if program is None:
-            continue
+    for _, program in tight_programs(12, 8, shape, 0.4):
         best, net = brute_force(program), rows_net(program)
         assert program.capacity is not None
         answer = window.Window(net, program.capacity, [np.zeros(len(net.base))]).solve(2 * best.objective, soon())
@@ -125,10 +118,7 @@ def test_wide_buckets_are_left_open(shape: str, monkeypatch: pytest.MonkeyPatch)
 def test_tightening_keeps_every_wanted_plan() -> None:
     """Plans within the limit are still there, at the same cost, after message passing over what is left."""
     checked = 0
-    for seed in range(20):
-        program = tight(random_program(seed, 6, "random", "plain", forbidden=0.1, memory=True), 0.5)
-        if program is None:
-            continue
+    for _, program in tight_programs(20, 6, "random", 0.5, forbidden=0.1):
         net, capacity = rows_net(program), program.capacity
         assert capacity is not None
         relaxed = Relaxations(net, capacity, [np.full(len(net.base), 0.01)])
@@ -157,10 +147,7 @@ def test_the_solver_ends_with_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that presolve leaves open are decided by a window, and no other part runs."""
     monkeypatch.setattr(closing.Closing, "_guess", lambda self, above: pytest.fail("guessed"))
     decided = 0
-    for seed in range(60):
-        program = tight(random_program(seed, 8, "random", "plain", forbidden=0.05, memory=True), 0.4)
-        if program is None:
-            continue
+    for seed, program in tight_programs(60, 8, "random", 0.4):
         best, found = brute_force(program), solve(program, OPTIONS)
         assert found.status == best.status, seed
         assert found.objective == pytest.approx(best.objective, rel=1e-9), seed
