@@ -106,6 +106,8 @@ def measure(name: str, hardware: str, lock: str, raw: Path | None) -> list[dict[
     import_everything()
     import jax
 
+    from autoshard_ilp.verify.compiled import memory_bytes
+
     began = time.perf_counter()
     plan = planned(CASES.get(name) or Step("mlp", 64), hardware)
     seconds = {"plan": time.perf_counter() - began}
@@ -124,9 +126,7 @@ def measure(name: str, hardware: str, lock: str, raw: Path | None) -> list[dict[
         if raw is not None:
             _recorded(lowered, state, batch, raw / name.replace(" ", "_").replace(",", ""))
         seconds["alone"] = time.perf_counter() - began
-    memory = compiled.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    row["compiled peak GB"] = (held - memory.alias_size_in_bytes) / 1e9
+    row["compiled peak GB"] = memory_bytes(compiled).get("peak", 0) / 1e9 or None
     counted = compiled.cost_analysis() or {}
     row["xla TFLOP"], row["xla GB accessed"] = (
         counted.get("flops", 0.0) / 1e12,

@@ -62,7 +62,7 @@ def matmul_loop(mesh: Any, shape: tuple[int, int, int], dtype: Any) -> Loop:
             numbers.
     """
     m, k, n = shape
-    written_out = WRITTEN_OUT if repeats(mesh) > 1 else 1 if k == n else 2
+    written_out = _written_out(mesh, shape)
 
     def unit_columns(x: Any) -> Any:
         # Columns of length one keep repeated products finite in every dtype.
@@ -85,7 +85,14 @@ def matmul_loop(mesh: Any, shape: tuple[int, int, int], dtype: Any) -> Loop:
 
 def products(mesh: Any, shape: tuple[int, int, int]) -> int:
     """Products in one iteration of :func:`matmul_loop`."""
-    return repeats(mesh) if repeats(mesh) > 1 else 1 if shape[1] == shape[2] else 2
+    return max(repeats(mesh), _written_out(mesh, shape))
+
+
+def _written_out(mesh: Any, shape: tuple[int, int, int]) -> int:
+    """Products in the body of the innermost loop."""
+    if repeats(mesh) > 1:
+        return WRITTEN_OUT
+    return 1 if shape[1] == shape[2] else 2
 
 
 def memory_loop(mesh: Any, local_bytes: int) -> Loop:

@@ -8,6 +8,7 @@ or worse; and batched products of attention, whose operands are copied into an o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,10 +46,7 @@ def on_gpu(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffic:
 
 
 def _words(shape: Sequence[int], itemsize: float) -> float:
-    elements = 1.0
-    for n in shape:
-        elements *= n
-    return elements * max(1.0, itemsize / 4)
+    return math.prod(shape) * max(1.0, itemsize / 4)
 
 
 def _product(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffic:

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.milp import Milp, MilpResult
 from autoshard_ilp.program.net import EmptyNodeError, Net
-from autoshard_ilp.program.priced import BEFORE_PRESOLVE, CLOSED, TABLE_CELLS, WIDE_CELLS, PricedNet
+from autoshard_ilp.program.priced import BEFORE_PRESOLVE, CLOSED, TABLE_CELLS, PricedNet
 from autoshard_ilp.program.prices import PricedRows
 from autoshard_ilp.program.window.window import Window
 
@@ -118,7 +117,7 @@ class Closing(PricedNet):
     def _windows(self) -> bool:
         """The optimum within ever wider limits; False where these hold too much."""
         search, owner = self.search, self.owner
-        if self.net.size()["cells"] > WIDE_CELLS:
+        if self.wide():
             return False
         window = Window(self.net, owner.capacity, self._prices_to_try(), search.deadline)
         known = max(self.bound, search.lower, search.without_memory, window.bound)
@@ -135,9 +134,7 @@ class Closing(PricedNet):
             found = window.solve(limit, self.deadline(WINDOW_SHARE))
             search.add_seconds("window", since)
             if found.choices is not None:
-                plan = self.net.complete(found.choices)
-                owner.remember(plan)
-                self.fresh = owner.offer(plan)
+                self._offer(self.net, found.choices)
             search.prove(min(found.bound, search.upper))
             if found.left is not None and self._decide(found.left, limit):
                 if self.fresh or self.proved:
@@ -163,8 +160,6 @@ class Closing(PricedNet):
         try:
             for v, strategies in left.items():
                 net.forbid(v, np.setdiff1d(net.alive[v], strategies))
-            for number in list(net.factors):
-                reduce.compress(net, number)
             self.presolve(net)
             if net.size()["cells"] > DECIDE_CELLS:
                 return False
@@ -315,13 +310,17 @@ class Closing(PricedNet):
             return 0
         return int(PricedRows(net, self.owner.capacity).usage(result.choices).max()) - self.owner.capacity
 
+    def _offer(self, net: Net, choices: np.ndarray) -> None:
+        """Take over a plan of a net."""
+        plan = net.complete(choices)
+        self.owner.remember(plan)
+        self.fresh = self.owner.offer(plan)
+
     def _learn(self, net: Net, limit: float, result: MilpResult) -> None:
         """Take over plan and proof of the program within ``limit``."""
         search = self.search
         if result.choices is not None:
-            plan = net.complete(result.choices)
-            self.owner.remember(plan)
-            self.fresh = self.owner.offer(plan)
+            self._offer(net, result.choices)
         self.tried = max(self.tried, limit)
         search.report["rounding_error_seconds"] = max(search.rounding, result.error_seconds)
         search.prove(min(result.bound, limit, search.upper))

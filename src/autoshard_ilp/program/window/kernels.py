@@ -7,7 +7,16 @@ from numba import njit
 
 INF = np.inf
 FEW = 8  # partial plans are not worth comparing
-WORK = 100
+WORK = 100  # times as many pairs are looked at as partial plans may be made
+
+
+@njit(cache=True)
+def _fit(left: np.ndarray, i: int, right: np.ndarray, j: int, room: np.ndarray) -> bool:
+    """Whether two rows together stay within the room, in every relaxation."""
+    for k in range(len(room)):  # noqa: SIM110 - Numba compiles no generators into all()
+        if left[i, k] + right[j, k] > room[k]:
+            return False
+    return True
 
 
 @njit(cache=True)
@@ -43,12 +52,8 @@ def join_rows(
     count = 0
     for i in range(len(first)):
         for at in range(first[i], last[i]):
-            j, fits = order[at], True
-            for k in range(relaxations):
-                if left[i, k] + right[j, k] > room[k]:
-                    fits = False
-                    break
-            if fits:
+            j = order[at]
+            if _fit(left, i, right, j, room):
                 count += 1
         if count > most:
             return False, np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, relaxations))
@@ -57,12 +62,8 @@ def join_rows(
     count = 0
     for i in range(len(first)):
         for at in range(first[i], last[i]):
-            j, fits = order[at], True
-            for k in range(relaxations):
-                if left[i, k] + right[j, k] > room[k]:
-                    fits = False
-                    break
-            if fits:
+            j = order[at]
+            if _fit(left, i, right, j, room):
                 from_left[count], from_right[count] = i, j
                 for k in range(relaxations):
                     slack[count, k] = left[i, k] + right[j, k]
@@ -152,12 +153,7 @@ def _extend(
     pairs, found = np.empty((1024, 2), np.int64), 0
     for a in range(count):
         for s in range(begin, end):
-            fits = True
-            for k in range(len(room)):
-                if values[a, k] + state_value[s, k] > room[k]:
-                    fits = False
-                    break
-            if fits:
+            if _fit(values, a, state_value, s, room):
                 pairs = _room_for(pairs, found, found + 1)
                 pairs[found, 0], pairs[found, 1] = a, s
                 found += 1

@@ -17,6 +17,7 @@ import numpy as np
 
 from autoshard_ilp.program.bounds import SAFETY, Messages
 from autoshard_ilp.program.net import Factor, Net
+from autoshard_ilp.program.prices import PricedRows
 
 SWEEPS = 10
 MOST_SWEEPS = 6  # times SWEEPS
@@ -45,7 +46,8 @@ class Relaxations:
     def __init__(self, net: Net, capacity: int, prices: Sequence[np.ndarray], deadline: float = math.inf) -> None:
         self.net, self.capacity = net, capacity
         self.weights = _weights(prices, len(net.base))
-        self.messages = [Messages(_weighted(net, w[0], w[1:])) for w in self.weights]
+        costless = _costless(net)  # values count the capacity in their limits: here it is 0
+        self.messages = [Messages(PricedRows(net if w[0] else costless, 0).priced(w[1:])) for w in self.weights]
         for messages in self.messages:
             _settle(messages, deadline)
 
@@ -86,22 +88,15 @@ def _weights(prices: Sequence[np.ndarray], rows: int) -> np.ndarray:
     return np.array([w for i, w in enumerate(found) if not any(np.array_equal(w, x) for x in found[:i])])
 
 
-def _weighted(net: Net, weight: float, prices: np.ndarray) -> Net:
-    """A copy of the net whose costs are the values of a relaxation, without bytes; the constant includes its base."""
+def _costless(net: Net) -> Net:
+    """A copy of the net in which everything that is possible costs nothing."""
     out = net.copy()
-    out.constant = weight * net.constant + float(prices @ net.base)
-    out.used, out.base = [None] * len(out.used), out.base[:0]
+    out.constant = 0.0
     for v in net.live:
-        out.set_cost(v, _scaled(net.cost[v], weight) + (0.0 if net.used[v] is None else prices @ net.used[v]))
+        out.set_cost(v, np.where(np.isfinite(net.cost[v]), 0.0, math.inf))
     for n, f in net.factors.items():
-        more = 0.0 if f.used is None else np.tensordot(prices, f.used, axes=1)
-        out.replace(n, Factor(f.scope, f.labels, _scaled(f.table, weight) + more))
+        out.replace(n, Factor(f.scope, f.labels, np.where(np.isfinite(f.table), 0.0, math.inf), f.used))
     return out
-
-
-def _scaled(cost: np.ndarray, weight: float) -> np.ndarray:
-    """``weight * cost``, infinite where the cost is."""
-    return cost if weight == 1.0 else np.where(np.isfinite(cost), 0.0, math.inf)
 
 
 def _settle(messages: Messages, deadline: float) -> None:
