@@ -52,7 +52,8 @@ def test_stages() -> None:
     cube = (2, 2, 2)
     assert stages((0, 1), (2, 4), cube) == ((1,), (0,))
     assert stages((0, 1), (4, 2), cube) == ((0,), (1,))
-    assert stages((0, 1, 2), (2, 2, 2), cube) == ((1, 2), (0,))
+    assert stages((0, 1, 2), (2, 2, 2), cube) == ((0, 1), (2,))
+    assert stages((0, 1), (4, 4), (4, 4)) == ((0,), (1,))  # of equal axes the last comes last
     assert stages((0, 1), (2, 4), (2, 4)) == ((0, 1),)  # no whole cube
     assert stages((1,), (2, 4), cube) == ((1,),)  # not all devices
     assert stages((0, 1), (1, 8), cube) == ((0, 1),)  # one axis: in two parts, under one price
