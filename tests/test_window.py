@@ -17,7 +17,7 @@ from autoshard_ilp.program.memory import Owners
 from autoshard_ilp.program.model import Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.prices import PricedRows
-from autoshard_ilp.program.window import kernels, window
+from autoshard_ilp.program.window import kernels_fronts, window
 from autoshard_ilp.program.window.relations import Relations, _codes
 from autoshard_ilp.program.window.relaxations import Relaxations
 from autoshard_ilp.program.window.tighten import tighten
@@ -173,7 +173,7 @@ def test_fronts_drop_only_what_another_beats() -> None:
     rng = np.random.default_rng(1)
     for _ in range(20):
         cost, used = rng.integers(0, 9, 60).astype(np.float64), rng.integers(0, 6, (60, 2))
-        kept = set(kernels._undominated(cost, used, 60).tolist())
+        kept = set(kernels_fronts.undominated(cost, used).tolist())
         points = np.column_stack((cost, used))
         best = {tuple(p) for p in points if not ((points <= p).all(axis=1) & (points < p).any(axis=1)).any()}
         assert {tuple(points[i]) for i in kept} == best

@@ -27,6 +27,7 @@ def load_kernels() -> None:
         messages.totals()
         if rows:
             Window(net, 2, [np.ones(rows)]).solve(10.0, math.inf)
+            Window(_many_plans(), 10, [np.ones(rows)]).solve(20.0, math.inf)
 
 
 def _two_nodes(rows: int) -> Net:
@@ -38,4 +39,13 @@ def _two_nodes(rows: int) -> Net:
             net.add_used(v, np.array([[0, 1]]))
     table = 1.0 - np.eye(2)
     net.add(Factor((0, 1), (np.arange(2), np.arange(2)), table, np.ones((rows, 2, 2), np.int64) if rows else None))
+    return net
+
+
+def _many_plans() -> Net:
+    """Two nodes with more choices between seconds and bytes than the window's first fronts hold."""
+    net = Net(2, 1)
+    for v in (0, 1):
+        net.set_cost(v, np.arange(10.0))
+        net.add_used(v, np.arange(10, 0, -1)[None])
     return net

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard_ilp.program.net import EmptyNodeError, Net
-from autoshard_ilp.program.window.partial import best_plan, keep_wanted
+from autoshard_ilp.program.window.fronts import best_plan
+from autoshard_ilp.program.window.partial import keep_wanted
 from autoshard_ilp.program.window.relations import Relations
 from autoshard_ilp.program.window.relaxations import Relaxations
 from autoshard_ilp.program.window.tighten import tighten
@@ -124,13 +125,13 @@ class Window:
         outside = keep_wanted(self.relaxed, relations.buckets, self.limits)
         if not len(relations.buckets[-1].strategy):
             return True
-        ended, choices = best_plan(self.relaxed, relations.buckets, outside, self.limits, self.deadline)
-        if top and not ended:
-            self.left = relations.left()
-        if choices is not None:
-            self.best, self.limit = choices, self.net.value(choices)
+        found = best_plan(self.relaxed, relations.buckets, outside, self.limit, self.deadline)
+        if top and not found.ended:
+            self.left, self.proved = relations.left(), max(self.proved, found.bound)
+        if found.choices is not None:
+            self.best, self.limit = found.choices, self.net.value(found.choices)
             self.limits = self.relaxed.limits(self.limit)
-        return ended
+        return found.ended
 
     def _split(self, relations: Relations, bounds: np.ndarray, most: int, depth: int) -> bool:
         """Both halves of what is too wide, the one with the least bound first; False where one is left open."""
