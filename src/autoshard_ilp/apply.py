@@ -28,6 +28,7 @@ from autoshard_ilp import manual, ties
 from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.costs.precision import cast_before_collectives
+from autoshard_ilp.cuts import computed_as_read, cut_for, is_cut
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
 from autoshard_ilp.inplace import waiting_updates
@@ -144,6 +145,7 @@ class _Plan:
         self.readers = frozenset(wait.reader for wait in self.updates.values())
         self.casts = cast_before_collectives(graph) if platform == "gpu" else ("",) * len(graph.ops)
         self.broadcasts = unequal_broadcasts(graph, platform, self.layout)
+        self.as_read = computed_as_read(graph, platform)
         self.schedule = [self.order.of(items) for items in graph.schedule()]
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
         self._latest: dict[int, int] | None = None
@@ -308,9 +310,55 @@ class _Run:
             again = self.behind(frame, op, value, tensor, layout, reader)
             copy = copy if again is None else self.reshard(again, op, i, layout)
         elif copy is None:
+            copy = self.cut_before(frame, tensor, layout)
+        if copy is None:
             copy = self.reshard(self.held_back(frame, op, i, value, layout), op, i, layout)
         frame.copies[key] = (copy, op)
         return copy
+
+    def cut_before(self, frame: _Frame, tensor: int, layout: Layout) -> Any | None:
+        """The part of an elementwise result that a layout cuts from it, computed from its operands' parts
+        (:mod:`autoshard_ilp.cuts`); None where it is to be cut itself, or where this is no cut."""
+        plan, t = self.plan, self.graph.tensors[tensor]
+        sizes = [plan.mesh.shape[name] for name in plan.axis_names]
+        if tensor not in plan.as_read or tensor not in frame.values or t.producer is None:
+            return None
+        made, now = self.graph.ops[t.producer], plan.layout(tensor)
+        reads = plan.operand_layouts(made)
+        if not is_cut(now, layout, t.shape, sizes) or any(read is not None and PARTIAL in read for read in reads):
+            return None
+        if made.primitive == "hub":
+            same = plan.layout(made.inputs[0]) == now
+            return self.cut_before(frame, made.inputs[0], layout) if same else None
+        with compat.under_name_stack(plan.stack(made)):
+            args = [self.cut_operand(frame, made, i, layout) for i in range(len(made.inputs))]
+        specs = [to_partition_spec(cut_for(layout, a.shape), a.ndim, plan.axis_names) for a in args]
+        with compat.like_equation(made.eqn, plan.stack(made)):
+            return jax.shard_map(
+                lambda *parts: compat.bind_equation(made.eqn, parts, plan.stack(made), plan.mesh)[0],
+                mesh=plan.mesh,
+                in_specs=tuple(specs),
+                out_specs=to_partition_spec(layout, len(t.shape), plan.axis_names),
+                check_vma=False,
+            )(*args)
+
+    def cut_operand(self, frame: _Frame, op: Op, i: int, result: Layout) -> Any:
+        """What an elementwise operation needs of operand i for the part of its result that a layout cuts from it."""
+        source = op.inputs[i]
+        shape, now = self.graph.tensors[source].shape, self.plan.layout(source)
+        layout = cut_for(result, shape)
+        if not shape or now == layout:
+            return self.array(frame, op, i) if not shape else self.value(frame, source)
+        key = (source, layout, "")
+        if key in frame.copies:
+            return frame.copies[key][0]
+        part = None
+        if self.plan.decisions.operands.get((op.id, i), now) == now:
+            part = self.cut_before(frame, source, layout)
+        if part is None:
+            part = self.plan.constrain(self.read(frame, op, i), source, layout)
+        frame.copies[key] = (part, op)
+        return part
 
     def behind(self, frame: _Frame, op: Op, value: Any, tensor: int, layout: Layout, reader: Op) -> Any | None:
         """``value`` that cannot be had before the result of ``reader``; None where one copy for both is as good."""
@@ -552,6 +600,10 @@ class _Run:
         layout = decided.results.get((op.id, 0))
         first = op.params.get("first")
         if op.id in decided.regather and layout is not None:
+            part = self.cut_before(frame, op.inputs[0], layout)
+            if part is not None:  # nothing is gathered
+                frame.values[op.outputs[0]] = part
+                return
             value = self.tied(op, frame)
             stays = layout == self.plan.layout(op.inputs[0])  # then what reads the hub makes the copy
             frame.values[op.outputs[0]] = value if stays else self.reshard(value, op, 0, layout)
