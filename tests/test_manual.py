@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -305,6 +306,41 @@ def test_the_tpu_compiler_scatters_transposed_gradients() -> None:
     jitted = jax.jit(update, in_shardings=(*places, kept), out_shardings=kept, donate_argnums=2)
     sent = [(c.kind, c.total_bytes_per_device) for c in parse_collectives(jitted.lower(*args).compile().as_text())]
     assert sent == [("reduce-scatter", 2048 * 5632 * 2 * 7 // 8)]
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("kernel", "dim"), [((3, 3, 128, 256), 3), ((1, 1, 1024, 256), 2)])
+def test_the_tpu_compiler_scatters_gradients_of_kernels(kernel: tuple[int, ...], dim: int) -> None:
+    """Beside gradients that are all-reduced, with which XLA:TPU would rather combine them."""
+    pytest.importorskip("libtpu")
+    near = kernel[0] // 2
+    x, g = (64, 32, 32, kernel[2]), (64, 32, 32, kernel[3])
+    numbers = lax.ConvDimensionNumbers((3, 0, 1, 2), (3, 0, 1, 2), (2, 3, 0, 1))
+
+    def gradient(x: Any, g: Any) -> Any:
+        return lax.conv_general_dilated(x, g, (1, 1), [(near, near)] * 2, dimension_numbers=numbers)
+
+    eqn, view = equation(gradient, [x, g], "bfloat16")
+    assert view.out_shapes[0] == kernel
+    mesh = mesh_of("tpu-v5e:2x4")
+    layouts, kept = [(0, 0), (0, 0)], sharding(mesh, (dim, dim), 4)
+
+    def update(x: Any, g: Any, w: Any) -> Any:
+        out = manual.run(eqn.primitive.bind, view, rule_for(view), (x, g), (layouts, (dim, dim)), mesh, NAMES)
+        bias = jnp.sum(g.astype("float32"), (0, 1, 2))
+        return w - out.astype("float32"), bias
+
+    args = [*(jax.ShapeDtypeStruct(s, "bfloat16") for s in (x, g)), jax.ShapeDtypeStruct(kernel, "float32")]
+    jitted = jax.jit(
+        update,
+        in_shardings=(*(sharding(mesh, lay, 4) for lay in layouts), kept),
+        out_shardings=(kept, sharding(mesh, (-1, -1), 1)),
+        donate_argnums=2,
+    )
+    found = parse_collectives(jitted.lower(*args).compile().as_text())
+    sent = {kind: sum(c.total_bytes_per_device for c in found if c.kind == kind) for kind in {c.kind for c in found}}
+    assert sent.pop("all-reduce") <= 2 * kernel[3] * 4
+    assert sent == {"reduce-scatter": math.prod(kernel) * 2 * 7 // 8}
 
 
 @pytest.mark.tpu

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard_ilp._jax_compat import platform_of, row_major, whole_slice
@@ -153,8 +153,8 @@ def run(
         whole = [part[0] if PARTIAL in layout else part for part, layout in zip(parts, operands, strict=True) if layout]
         out = bind(*whole, **params)
         partial = out[0] if isinstance(out, (list, tuple)) else out
-        many = op.primitive == "dot_general" and len(op.out_shapes[0]) >= MANY_DIMS
-        reduced = _reduced(partial, sums, result, axis_names, sizes, slice_shape, leading, many)
+        order = _Order(leading, op.primitive if len(op.out_shapes[0]) >= MANY_DIMS else "")
+        reduced = _reduced(partial, sums, result, axis_names, sizes, slice_shape, order)
         return (reduced, never_known_before(partial)) if looked_at else reduced
 
     return _mapped(
@@ -224,6 +224,20 @@ def never_known_before(part: Any) -> Any:
     return (first != first) & (first == first)
 
 
+@dataclass(frozen=True)
+class _Order:
+    """What is known of the order of dimensions in which a result is computed.
+
+    Attributes:
+        leading: the dimension that its readers move to the front.
+        primitive: what computes it, where it has so many dimensions (:data:`MANY_DIMS`) that the order may be another
+            than its operands'.
+    """
+
+    leading: int = 0
+    primitive: str = ""
+
+
 def _reduced(
     value: Any,
     sums: Sequence[int],
@@ -231,8 +245,7 @@ def _reduced(
     axis_names: Sequence[str],
     sizes: Sequence[int],
     slice_shape: Sequence[int],
-    leading: int = 0,
-    many: bool = False,
+    order: _Order,
 ) -> Any:
     """Partial sums scattered onto the dimensions that the result's layout names, then added up over the other axes."""
     import jax
@@ -241,7 +254,7 @@ def _reduced(
     for axis in sums:
         by_dim.setdefault(result[axis], []).append(axis)
     for dim in sorted(d for d in by_dim if d >= 0):
-        value = _scattered(value, by_dim[dim], dim, axis_names, sizes, slice_shape, leading, many)
+        value = _scattered(value, by_dim[dim], dim, axis_names, sizes, slice_shape, order)
         stay = [a for a, d in enumerate(result) if d == dim and a not in by_dim[dim]]
         value = _reordered(value, (*stay, *by_dim[dim]), sorted((*stay, *by_dim[dim])), axis_names, sizes)
     if WHOLE in by_dim:
@@ -256,8 +269,7 @@ def _scattered(
     axis_names: Sequence[str],
     sizes: Sequence[int],
     slice_shape: Sequence[int],
-    leading: int = 0,
-    many: bool = False,
+    order: _Order,
 ) -> Any:
     """Partial sums of all devices along mesh ``axes``, added up and scattered onto ``dim``.
 
@@ -265,9 +277,9 @@ def _scattered(
     happens to choose, into an all-reduce and a slice: twice the bytes. A dimension of its own in front, one entry per
     shard, is never tiled. Where shards fill tiles in every layout it is left out, since it can cost a copy; in front of
     the first dimension, or of the ``leading`` one of the order in which the result is computed, it costs none, and
-    saves what XLA pads to scatter in equal pieces. A product of ``many`` dimensions (heads) may be computed in an order
-    in which that dimension is not the first: then XLA:TPU all-reduces, so there it is asked for. Not of convolutions:
-    the order of a kernel's gradient is that of its variable, which would be copied.
+    saves what XLA pads to scatter in equal pieces. A product of many dimensions (heads) may be computed in an order in
+    which that dimension is not the first: then XLA:TPU all-reduces, so there it is asked for. So it is of convolutions,
+    the order of whose other dimensions is kept: moved behind the window's they would be padded many times.
     """
     import jax
 
@@ -275,17 +287,21 @@ def _scattered(
     n_shards = math.prod(sizes[a] for a in axes)
     rows = value.shape[dim] // n_shards
     in_stages = spans_slice(axes, sizes, slice_shape)
-    first = dim in (0, leading)
+    first = dim == order.leading or math.prod(value.shape[:dim]) == 1
     inner = not first and dim < value.ndim - 1
     whole_tiles = inner and value.shape[-1] % TILE_LANES == 0 and rows % TILE_ROWS == 0
     if not in_stages and ((not first and rows % SAFE_MULTIPLE == 0) or whole_tiles):
         return jax.lax.psum_scatter(value, names, scatter_dimension=dim, tiled=True)
+    if slice_shape and order.primitive == "conv_general_dilated" and not (in_stages or first):
+        split = value.reshape(*value.shape[:dim], n_shards, rows, *value.shape[dim + 1 :])
+        front = row_major(jax.numpy.moveaxis(split, dim, 0))
+        return jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False)
     front = jax.numpy.moveaxis(value, dim, 0)
     if in_stages:
         shards = _scattered_in_stages(front, axes, axis_names, sizes, slice_shape)
     else:
         front = front.reshape(n_shards, rows, *front.shape[1:])
-        front = row_major(front) if slice_shape and many else front
+        front = row_major(front) if slice_shape and order.primitive == "dot_general" else front
         shards = jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False)
     return jax.numpy.moveaxis(shards, 0, dim)
 
