@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,15 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autoshard_ilp import ties
 from autoshard_ilp.apply import Decisions, planned_function
 from autoshard_ilp.costs.combining import known_from_the_start
 from autoshard_ilp.graph import build_graph, insert_hubs
 from autoshard_ilp.remat import rematerialise
 from autoshard_ilp.ties import anchors, beside, is_even, never, tied
 from autoshard_ilp.verify import compile_only_mesh, parse_target
-from compiled import needs_cuda
+from compiled import needs_cuda, needs_tpu
 
 ROWS, WIDTH, LAYERS = 8192, 256, 6
 
@@ -228,3 +231,61 @@ def test_gathers_that_wait_change_no_value(transposed: bool) -> None:
     values = [random.normal(size=a.shape).astype("float32") for a in args]
     early, late = (gathering(graph, mesh, waits)(*values)[0] for waits in (False, True))
     np.testing.assert_array_equal(np.asarray(early), np.asarray(late))
+
+
+GROUPED = (128, 48, 48, 128)
+
+
+def grouped_step(kernels: Any, x: Any) -> Any:
+    """One step of three grouped convolutions, each of whose gradients is a product per position of its kernel."""
+
+    def loss(kernels: Any) -> Any:
+        y = x
+        for k in kernels:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            y = jnp.tanh(lax.conv_general_dilated(y, k, (1, 1), "SAME", (1, 1), (1, 1), numbers, 4))
+        return jnp.sum(y.astype("float32") ** 2)
+
+    return [k - 1e-3 * g for k, g in zip(kernels, jax.grad(loss)(kernels), strict=True)]
+
+
+def grouped_program(target: str, shape: tuple[int, ...]) -> Any:
+    kernels = [jax.ShapeDtypeStruct((3, 3, shape[-1] // 4, shape[-1]), "bfloat16")] * 3
+    args = kernels, jax.ShapeDtypeStruct(shape, "bfloat16")
+    names = [f"a{i}" for i in range(4)]
+    graph = insert_hubs(build_graph(jax.make_jaxpr(grouped_step)(*args), argument_paths=names, result_paths=names[:3]))
+    mesh = compile_only_mesh(parse_target(target), ("data",), (8,))
+    layouts = {
+        (op.id, j): (0,) if graph.tensors[t].shape[:1] == shape[:1] else (-1,)
+        for op in graph.ops
+        for j, t in enumerate(op.outputs)
+    }
+    run = planned_function(graph, Decisions(results=layouts), mesh, ("data",))
+    whole, by_row = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    return jax.jit(run, in_shardings=(whole, whole, whole, by_row)).lower(*kernels, args[1]).compile()
+
+
+@needs_tpu
+@pytest.mark.tpu
+def test_pieces_of_activations_are_not_made_in_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {}
+    for platforms in (frozenset(), ties.PIECES_LATE):
+        monkeypatch.setattr(ties, "PIECES_LATE", platforms)
+        held[bool(platforms)] = grouped_program("tpu-v5e:2x4", GROUPED).memory_analysis().temp_size_in_bytes
+    image = 2 * math.prod(GROUPED) // 8
+    assert held[True] < held[False] - 5 * image, held
+
+
+def test_waiting_with_pieces_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (8, 8, 8, 16)
+    rng = np.random.default_rng(0)
+    found = []
+    for platforms in (frozenset(), frozenset({"cpu"})):
+        monkeypatch.setattr(ties, "PIECES_LATE", platforms)
+        monkeypatch.setattr(ties, "MIN_COPY_BYTES", 0)
+        program = grouped_program("cpu:8", shape)
+        args = [np.full((3, 3, 4, 16), 0.1, jnp.bfloat16)] * 3 + [rng.normal(size=shape).astype(jnp.bfloat16)]
+        rng = np.random.default_rng(0)
+        found.append([np.asarray(v) for v in program(*map(jax.device_put, args, program.input_shardings[0]))])
+    for got, wanted in zip(*found, strict=True):
+        np.testing.assert_array_equal(got, wanted)

@@ -146,6 +146,7 @@ class _Plan:
         self.casts = cast_before_collectives(graph) if platform == "gpu" else ("",) * len(graph.ops)
         self.broadcasts = unequal_broadcasts(graph, platform, self.layout)
         self.as_read = computed_as_read(graph, platform)
+        self.pieces = ties.pieces_of_activations(graph, platform)
         self.schedule = [self.order.of(items) for items in graph.schedule()]
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
         self._latest: dict[int, int] | None = None
@@ -501,6 +502,10 @@ class _Run:
             known = frame.computed.get(gradient)
             if known is not None:
                 value = ties.tied(value, known)
+        if (op.id, i) in self.plan.pieces:
+            anchor = self.plan.anchor(op)
+            tied = None if anchor is None else self.after(frame, op, value, op.inputs[i], anchor)
+            value = value if tied is None else tied
         return value
 
     def bind(self, op: Op, args: list[Any], frame: _Frame) -> list[Any]:

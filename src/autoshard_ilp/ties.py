@@ -31,6 +31,10 @@ from autoshard_ilp.manual import never_known_before
 MIN_ELEMENTS = 128
 """A gradient of fewer elements is no anchor: it may be a sum that is known long before the layer's backward pass."""
 
+PIECES = frozenset({"slice", "pad", "dynamic_slice"})
+PIECES_LATE = frozenset({"tpu"})
+"""Platforms on which pieces of activations wait for the backward pass."""
+
 MIN_COPY_BYTES = 2**20
 """Smaller copies of activations may be made when the compiler likes."""
 
@@ -111,6 +115,30 @@ def _read_in_backward(graph: Graph, only: Sequence[bool]) -> list[bool]:
             for t in () if op.outputs and all(only[t] for t in op.outputs) else op.inputs:
                 read[t] = True
     return read
+
+
+def pieces_of_activations(graph: Graph, platform: str) -> frozenset[tuple[int, int]]:
+    """(op id, operand index) where the backward pass takes a piece of what the forward pass computed, or pads it.
+
+    The gradient of a grouped convolution's kernel is one product per position of the kernel
+    (:mod:`autoshard_ilp.rewrites`), each of another piece of the image. XLA:TPU copies the pieces as soon as the image
+    is there, and would hold all of them, of every layer, until the backward pass.
+
+    Args:
+        graph: of the step, hubs included.
+        platform: of the mesh's devices.
+    """
+    if platform not in PIECES_LATE:
+        return frozenset()
+    found = set()
+    for op in graph.ops:
+        if op.phase != "backward" or op.primitive not in PIECES or op.region or op.params.get("recomputed"):
+            continue
+        t = graph.tensors[graph.behind(op.inputs[0], VIEWS)]
+        forward = t.producer is not None and graph.ops[t.producer].phase == "forward"
+        if forward and t.bytes >= MIN_COPY_BYTES and graph.ops[t.producer or 0].primitive != "constant":
+            found.add((op.id, 0))
+    return frozenset(found)
 
 
 def may_anchor(graph: Graph, tensor: int) -> bool:
