@@ -32,7 +32,7 @@ from autoshard_ilp.cuts import computed_as_read, cut_for, is_cut
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
 from autoshard_ilp.inplace import waiting_updates
-from autoshard_ilp.order import order_of
+from autoshard_ilp.order import SCATTERED_ONLY, order_of
 from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
 from autoshard_ilp.sharding import (
@@ -471,6 +471,8 @@ class _Run:
             return
         value, at = frame.get(op.outputs[0]), self.plan.sharding(op.outputs[0])
         sums, alone = self.partial_sums(op)
+        if not (sums or reads_last or op.phase == "update") and self.plan.platform in SCATTERED_ONLY:
+            return
         if (
             at is not None
             and (alone or not sums or reads_last or op.phase == "update")
@@ -480,7 +482,8 @@ class _Run:
 
     def partial_sums(self, op: Op) -> tuple[bool, bool]:
         """Whether devices hold partial sums of an operation's result, and whether these are scattered by a collective
-        of their own: too large to be combined with others, and to be held until it suits the scheduler."""
+        of their own: too large to be combined with others, and to be held until it suits the scheduler; or to be taken
+        for such."""
         plan, tensor = self.plan, self.graph.tensors[op.outputs[0]]
         left = manual.unreduced(rule_for(replace(self.graph.view(op), params=op.eqn.params)), plan.operand_layouts(op))
         result = plan.layout(op.outputs[0])
@@ -489,6 +492,8 @@ class _Run:
         sums, before = left
         sizes = [plan.mesh.shape[name] for name in plan.axis_names]
         held = local_bytes(tensor.shape, tensor.itemsize, before, sizes)
+        if plan.platform in SCATTERED_ONLY:
+            return bool(sums), bool(sums)
         return bool(sums), any(result[axis] >= 0 for axis in sums) and held > THRESHOLD_BYTES
 
     def in_order(self, frame: _Frame, op: Op, i: int, value: Any) -> Any:
