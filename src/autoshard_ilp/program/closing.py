@@ -36,11 +36,13 @@ SHRUNK = 0.8  # of the cells: worth another round
 FIRST_GUESS = 1e-4  # relative, above the bound
 WIDEN = 3.0  # of the next guess
 NARROW_SWEEPS = 20
+LONG_STEPS = 5  # prices of a wide net at which messages settle for good
 MOST_CELLS = 60_000  # of a program that the simplex method gets, where its answer is the last
 DECIDE_CELLS = 120_000  # .. and where a window has left nothing but what may be part of a plan
 GUESS_CELLS = 30_000  # .. and where it is not
 ENOUGH_CELLS = 10_000  # a program smaller than this is not worth its run: the guess may be wider
 SHARE = 0.4  # of the time left, for one integer program
+FEW_SHARE = 0.1  # .. of a few strategies per node
 GUESSES = 12
 MARGIN = 2e-3  # of the capacity, left free by a plan of few strategies per node
 TRIES = 8  # of a limit, per guess
@@ -111,7 +113,10 @@ class Closing(PricedNet):
             bound = max(self.bound, self.search.lower)
             above = WIDEN * max(above, limit / bound - 1) if bound > 0 and math.isfinite(limit) else WIDEN * above
         if not (narrow or self.fresh or self.proved or self.owner.stop()):
-            self._windows()
+            if self.wide():
+                self.raise_bound(LONG_STEPS)
+            else:
+                self._windows()
         return self.fresh
 
     def _windows(self) -> bool:
@@ -289,7 +294,8 @@ class Closing(PricedNet):
             if (net.base > self.owner.capacity).any():
                 return NOTHING
             return MilpResult("optimal", choices, net.constant, 0.0)
-        since, deadline = time.monotonic(), self.deadline(SHARE if limit < self.search.upper else 1.0)
+        share = FEW_SHARE if few else SHARE if limit < self.search.upper else 1.0
+        since, deadline = time.monotonic(), self.deadline(share)
         result = self._run(net, int(MARGIN * self.owner.capacity) if few else 0, deadline)
         bound, over = result.bound, self._excess(net, result)
         if over > 0:  # within the tolerance of a row, which is wide in bytes

@@ -32,6 +32,7 @@ CLOSED = 0.1  # of the gap: worth another round
 ROUGH = 0.003  # relative gap, before any plan is known
 SWEEPS = 10
 SETTLE = 6  # times SWEEPS, at most, after prices have changed
+LONG_SETTLE = 40  # .. where nothing else is left to try
 STALL = 1e-5  # relative rise of the bound that is worth more sweeps
 RISE = 0.02  # of the gap: the same, while prices are still looked for
 GAIN = 1e-4  # relative rise of the bound that is worth a guess of its own, if it is as much of the gap as CLOSED
@@ -93,7 +94,13 @@ class PricedNet:
         else:
             steps = WIDE_STEPS if self.wide() else STEPS
         deadline = self.deadline(PRICES_SHARE)
-        self._cut_planes(steps, deadline)
+        current = self.prices
+        if not current.any():
+            current = np.zeros(len(current))
+            current[int(np.argmax(self.owner.excess(self.owner.relaxed)))] = self.owner.first_price()
+        for x in (self.owner.relaxed, *self.owner.seen):
+            self._cut(x)
+        self._cut_planes(current, steps, deadline, SETTLE)
         for _ in range(ROUNDS):
             before, gap = self.bound, self.gap()
             if self.fresh or self.owner.stop() or time.monotonic() > deadline or not self._price_few():
@@ -101,22 +108,22 @@ class PricedNet:
             if self.bound - before < CLOSED * gap:
                 break
 
-    def _cut_planes(self, steps: int, deadline: float) -> None:
-        """Cutting planes over prices: at each, a bound by message passing and a decoded plan, which is a cut."""
+    def _cut_planes(self, current: np.ndarray, steps: int, deadline: float, most: int) -> None:
+        """Cutting planes over prices: at each, a bound by message passing and a decoded plan, which is a cut.
+
+        Args:
+            current: prices to begin with.
+            steps: prices tried.
+            deadline: monotonic seconds.
+            most: times sweeps are repeated at each.
+        """
         owner, search = self.owner, self.search
-        unit = owner.first_price()
         now, best = self.prices, self.messages.state()
-        current = now
-        if not current.any():
-            current = np.zeros(len(now))
-            current[int(np.argmax(owner.excess(owner.relaxed)))] = unit
-        box = np.maximum(4.0 * current, unit)
-        for x in (owner.relaxed, *owner.seen):
-            self._cut(x)
+        box = np.maximum(4.0 * current, owner.first_price())
         for _ in range(steps):
             self._move(now, current)
             now = current
-            self.settle(RISE * self.gap())
+            self.settle(RISE * self.gap() if most == SETTLE else 0.0, most)
             if self.messages.bound > self.bound:
                 self.bound, self.prices, best = self.messages.bound, now, self.messages.state()
                 search.prove(min(self.bound, search.upper))
@@ -164,6 +171,10 @@ class PricedNet:
         finally:
             self.search.add_seconds("highs", since)
 
+    def raise_bound(self, steps: int) -> None:
+        """Sweep for long, at the best prices and at those that plans met on the way ask for."""
+        self._cut_planes(self.prices, steps, self.search.deadline, LONG_SETTLE)
+
     def better_prices(self, prices: np.ndarray) -> bool:
         """Takes these prices if their bound is better; False when it did not gain much."""
         start, before, gap = self.messages.state(), self.bound, self.gap()
@@ -176,10 +187,10 @@ class PricedNet:
         self.search.prove(min(self.bound, self.search.upper))
         return self.bound - before > max(GAIN * abs(before), CLOSED * gap)
 
-    def settle(self, rough: float = 0.0) -> None:
+    def settle(self, rough: float = 0.0, most: int = SETTLE) -> None:
         """Sweep until the bound hardly rises, or by less than ``rough`` seconds, then decode a plan."""
         before = -math.inf
-        for _ in range(SETTLE):
+        for _ in range(most):
             self.messages.sweep(count=SWEEPS)
             least = max(rough, STALL * abs(self.messages.bound))
             if self.messages.bound - before < least or self.owner.stop():
