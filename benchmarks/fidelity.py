@@ -16,6 +16,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,23 +95,23 @@ def measure(name: str, time_limit: float) -> list[dict[str, Any]]:
     }
     plan = autoshard.optimize(case.factory(), case.mesh, **options)
     if budget == "tight":
-        plan = tight(case, plan.memory.peak_bytes, options)
+        plan = tight(lambda b: autoshard.optimize(case.factory(), case.mesh, b, **options), plan.memory.peak_bytes)
     began = time.perf_counter()
     found = plan.verify(target)
     seconds = round(time.perf_counter() - began, 1)
     return [{"case": name, **row_of(plan, found), "seconds": seconds, "commit": commit()}]
 
 
-def tight(case: Any, peak_bytes: int, options: dict[str, Any]) -> Any:
-    """The plan of a case under a tight budget."""
+def tight(planned: Callable[[int], Any], peak_bytes: int) -> Any:
+    """The plan of a case under a tight budget; ``planned`` plans under the bytes it is given."""
     import autoshard_ilp as autoshard
 
     for share in TIGHT_SHARES:
         try:
-            return autoshard.optimize(case.factory(), case.mesh, round(share * peak_bytes), **options)
+            return planned(round(share * peak_bytes))
         except autoshard.InfeasibleError as error:
             if error.minimum_budget is not None:
-                return autoshard.optimize(case.factory(), case.mesh, math.ceil(error.minimum_budget * 1.02), **options)
+                return planned(math.ceil(error.minimum_budget * 1.02))
             if share == TIGHT_SHARES[-1]:
                 raise
     raise AssertionError

@@ -2,22 +2,31 @@
 
 python benchmarks/measured_steps.py                      # calibrates 8 CPU devices, writes results/measured_steps*
 python benchmarks/measured_steps.py --profile here.toml  # with a profile calibrated before (autoshard calibrate)
+python benchmarks/measured_steps.py --jobs 6             # plans six models at once, then measures one after the other
 python benchmarks/measured_steps.py --smoke              # one tiny model on the assumed profile, printed only
 """
 
 from __future__ import annotations
 
+import argparse
+import gzip
+import json
 import math
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from common import answer, driver_parser, import_everything, in_own_process, machine, matching, result_file, table
 
 MESH = {"data": 2, "model": 4}
+CALIBRATION_SECONDS = 240.0
+POLL_SECONDS = 0.2
 COLUMNS = {
     "plan": "",
     "predicted ms": ".2f",
@@ -114,8 +123,13 @@ MODELS: Mapping[str, tuple[Callable[[], Any], int]] = {
 """Models that fit eight virtual devices on a small host, with their global batch."""
 
 
-def measure(name: str, profile: str, steps: int) -> list[dict[str, Any]]:
-    """Plans and runs one model by the optimum and every baseline, interleaved so that disturbances hit all of them."""
+def measure(name: str, profile: str, steps: int, queue: Path | None, raw: Path | None) -> list[dict[str, Any]]:
+    """Plans and runs one model by the optimum and every baseline, interleaved so that disturbances hit all of them.
+
+    Args:
+        queue: folder by which models that are planned at the same time take turns to be measured (see ``_turn``).
+        raw: folder for compiled texts and seconds by operation.
+    """
     import jax
 
     jax.config.update("jax_num_cpu_devices", math.prod(MESH.values()))
@@ -145,15 +159,58 @@ def measure(name: str, profile: str, steps: int) -> list[dict[str, Any]]:
         )
         runs.append(_Run(plan))
     seconds: list[list[float]] = [[] for _ in runs]
-    for _ in range(steps):
-        for run, taken in zip(runs, seconds, strict=True):
-            taken.append(run.step())
+    with _turn(queue, name):
+        for run in runs:
+            run.step()
+        for _ in range(steps):
+            for run, taken in zip(runs, seconds, strict=True):
+                taken.append(run.step())
+        for row, run in zip(rows if raw else [], runs, strict=False):
+            run.record(f"{raw}/{name}-{row['plan']}")
     for row, taken in zip(rows, seconds, strict=True):
         best = sorted(taken)[: max(1, len(taken) // 2)]
         row["measured ms"] = statistics.median(best) * 1e3
         row["noise ms"] = (best[-1] - best[0]) * 1e3
         row["measured / predicted"] = row["measured ms"] / row["predicted ms"]
     return rows
+
+
+@contextmanager
+def _turn(queue: Path | None, name: str) -> Iterator[None]:
+    """Waits until all models are planned, and those before this one are measured.
+
+    The folder holds a file per model: "waits-<place>-<name>" from the start, "ready-..." once it is planned, none once
+    it is measured (or has failed: ``_queued`` removes it then).
+    """
+    if queue is None:
+        yield
+        return
+    (mine,) = queue.glob(f"waits-*-{name}")
+    ready = mine.rename(mine.with_name(mine.name.replace("waits", "ready", 1)))
+    while any(queue.glob("waits-*")) or min(queue.glob("ready-*")) != ready:
+        time.sleep(POLL_SECONDS)
+    yield
+    ready.unlink()
+
+
+def _queued(names: list[str], extra: list[str], jobs: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows of every model; ``jobs`` of them are planned at the same time, none while another one is measured."""
+    if jobs == 1:
+        yield from (in_own_process(__file__, name, extra) for name in names)
+        return
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        for begin in range(0, len(names), jobs):
+            group = names[begin : begin + jobs]
+            for place, name in enumerate(group):
+                (Path(folder) / f"waits-{place:02d}-{name}").touch()
+
+            def rows_of(name: str) -> list[dict[str, Any]]:
+                found = in_own_process(__file__, name, [*extra, "--queue", folder])
+                for left in Path(folder).glob(f"*-{name}"):
+                    left.unlink()
+                return found
+
+            yield from pool.map(rows_of, group)
 
 
 class _Run:
@@ -176,6 +233,24 @@ class _Run:
         self.state, logs = self.program(self.state, self.batch)
         jax.block_until_ready((self.state, logs))
         return time.perf_counter() - began
+
+    def record(self, to: str) -> None:
+        """Writes the compiled text and the seconds of every operation, of all devices together."""
+        import jax
+
+        with gzip.open(f"{to}.hlo.gz", "wt") as file:
+            file.write(self.program.lower(self.state, self.batch).compile().as_text())
+        seconds: dict[str, float] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                self.step()
+            for path in Path(folder).rglob("*.xplane.pb"):
+                for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                    for event in (event for line in plane.lines for event in line.events):
+                        op = str(dict(event.stats).get("hlo_op", ""))
+                        seconds[op] = seconds.get(op, 0.0) + event.duration_ns * 1e-9 if op else 0.0
+        with gzip.open(f"{to}.ops.json.gz", "wt") as file:
+            json.dump(dict(sorted(seconds.items(), key=lambda item: -item[1])), file, indent=0)
 
 
 def ranks(rows: list[dict[str, Any]]) -> float:
@@ -217,28 +292,37 @@ def calibrated(path: Path) -> None:
     jax.config.update("jax_num_cpu_devices", math.prod(MESH.values()))
     import autoshard_ilp as autoshard
 
-    autoshard.calibrate(MESH, output=path)
+    autoshard.calibrate(MESH, output=path, time_limit=CALIBRATION_SECONDS)
 
 
 def main() -> int:
     parser = driver_parser(__doc__)
     parser.add_argument("--profile", type=Path, help="a profile of these devices; default: calibrate now")
     parser.add_argument("--steps", type=int, default=20, help="timed steps per plan")
+    parser.add_argument("--jobs", type=int, default=1, help="models that are planned at the same time")
+    parser.add_argument("--output", type=Path, help="file to write; partial runs are only printed without it")
+    parser.add_argument("--raw", type=Path, help="folder for compiled texts and seconds by operation")
+    parser.add_argument("--queue", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        answer(options.answer, measure(options.case, str(options.profile), options.steps))
+        rows = measure(options.case, str(options.profile), options.steps, options.queue, options.raw)
+        answer(options.answer, rows)
         return 0
-    output = None if options.smoke or options.only else result_file("measured_steps")
+    output = options.output or (None if options.smoke or options.only else result_file("measured_steps"))
     profile = options.profile
     if profile is None and output is not None:
         profile = output.with_name("cpu-8-measured.toml")
         calibrated(profile)
     names = ["narrow_mlp"] if options.smoke else matching(MODELS, options.only)
     rows: list[dict[str, Any]] = []
-    for name in names:
-        steps = 3 if options.smoke else options.steps
-        rows += in_own_process(__file__, name, ["--profile", str(profile or "cpu-host"), "--steps", str(steps)])
-        print(f"{name}: {len(rows)} rows", file=sys.stderr, flush=True)
+    steps = 3 if options.smoke else options.steps
+    extra = ["--profile", str(profile or "cpu-host"), "--steps", str(steps)]
+    if options.raw:
+        options.raw.mkdir(parents=True, exist_ok=True)
+        extra += ["--raw", str(options.raw)]
+    for found in _queued(names, extra, options.jobs):
+        rows += found
+        print(f"{found[0]['case']}: {len(found)} rows", file=sys.stderr, flush=True)
         if output:
             output.write_text(report(rows, profile))
     if not output:

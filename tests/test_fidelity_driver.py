@@ -75,30 +75,23 @@ def test_finished_cases_are_not_repeated(store, monkeypatch, capsys):
     assert (store.parent / "fidelity.md").exists()
 
 
-class _Case:
-    """Stands for a benchmark case; nothing is planned."""
-
-    mesh = None
-
-    def factory(self):
-        return None
-
-
-def test_a_tight_budget_is_the_first_share_that_has_a_plan(monkeypatch):
+def test_a_tight_budget_is_the_first_share_that_has_a_plan():
     import autoshard_ilp as autoshard
 
     asked = []
 
-    def refuse(model, mesh, budget, **options):
-        asked.append(budget)
-        if budget < options["least"]:
-            raise autoshard.InfeasibleError("no plan", minimum_budget=options.get("known"))
-        return budget
+    def planned(least, known=None):
+        def plan(budget):
+            asked.append(budget)
+            if budget < least:
+                raise autoshard.InfeasibleError("no plan", minimum_budget=known)
+            return budget
 
-    monkeypatch.setattr(autoshard, "optimize", refuse)
-    assert fidelity.tight(_Case(), 1000, {"least": 700}) == 750
-    assert fidelity.tight(_Case(), 1000, {"least": 900}) == 950
-    assert fidelity.tight(_Case(), 1000, {"least": 900, "known": 900}) == 918
+        return plan
+
+    assert fidelity.tight(planned(700), 1000) == 750
+    assert fidelity.tight(planned(900), 1000) == 950
+    assert fidelity.tight(planned(900, known=900), 1000) == 918
     assert asked == [750, 750, 850, 950, 750, 918]
     with pytest.raises(autoshard.InfeasibleError):
-        fidelity.tight(_Case(), 1000, {"least": 2000})
+        fidelity.tight(planned(2000), 1000)
