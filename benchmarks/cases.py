@@ -106,19 +106,19 @@ SPEED: Mapping[str, Case] = {
 """Whole models at true width and depth (but for the mixture of experts)."""
 
 _QUALITY = {
-    "llama3_8b, 2 layers": ("hub:llama3_8b?layers=2", 8, 1024),
+    "bert_base, 2 layers": ("hub:bert_base?layers=2", 32, 512),
     "gpt2_small, 2 layers": ("hub:gpt2_small?layers=2", 16, 1024),
     "wide_mlp": ("wide_mlp", 1024, None),
-    "vit_base, 2 layers": ("hub:vit_base?layers=2", 128, None),
+    "llama3_8b, 2 layers": ("hub:llama3_8b?layers=2", 8, 1024),
     "resnet50": ("hub:resnet50", 256, None),
     "mixtral, 1 layer": ("hub:mixtral_8x7b?layers=1", 8, 1024),
-    "bert_base, 2 layers": ("hub:bert_base?layers=2", 32, 512),
     "gemma2_2b, 2 layers": ("hub:gemma2_2b?layers=2", 8, 1024),
     "gemma3_1b, 2 layers": ("hub:gemma3_1b?layers=2", 8, 1024),
     "opt_6.7b, 2 layers": ("hub:opt_6.7b?layers=2", 8, 1024),
     "mistral_7b, 2 layers": ("hub:mistral_7b?layers=2", 8, 1024),
-    "mobilenet_v2": ("hub:mobilenet_v2", 256, None),
     "lstm": ("lstm", 128, None),
+    "mobilenet_v2": ("hub:mobilenet_v2", 256, None),
+    "vit_base, 2 layers": ("hub:vit_base?layers=2", 128, None),
 }
 QUALITY: Mapping[str, Case] = {
     f"{name} / {hardware}": Case(model, _2X4, hardware, batch, length)

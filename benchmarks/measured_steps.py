@@ -298,7 +298,7 @@ def calibrated(path: Path) -> None:
 def main() -> int:
     parser = driver_parser(__doc__)
     parser.add_argument("--profile", type=Path, help="a profile of these devices; default: calibrate now")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps per plan")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps per plan")
     parser.add_argument("--jobs", type=int, default=1, help="models that are planned at the same time")
     parser.add_argument("--output", type=Path, help="file to write; partial runs are only printed without it")
     parser.add_argument("--raw", type=Path, help="folder for compiled texts and seconds by operation")

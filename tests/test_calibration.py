@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -72,6 +73,35 @@ def test_the_fit_finds_what_slows_a_gpu_down():
     assert fitted.convolution_efficiency == pytest.approx(0.6, rel=0.01)
     assert residuals["matmul"].worst < 0.01
     assert fitted.call_seconds_by_kind == base.call_seconds_by_kind and fitted.hop_seconds == base.hop_seconds
+
+
+def test_a_cpu_is_as_fast_as_the_median_of_its_products():
+    rates = {64: 5e10, 128: 9e10, 256: 2e11}
+    samples = [Sample("matmul", (), n, "float32", 2.0 * n**3 / rate, 0.0) for n, rate in rates.items()]
+    found, _ = fit(replace(autoshard.profile("cpu-host"), kernel_launch_seconds=0.0), as_mesh({"data": 8}), samples)
+    assert found.peak_flops_per_s("float32") == pytest.approx(9e10)
+
+
+def test_calls_that_update_leave_an_operand_for_the_next_ones():
+    mesh = as_mesh({"data": 8}).concrete()
+    (calls, operand), moved = programs.update_calls(mesh, 1 << 12)
+    first = calls(operand, 3)
+    assert moved == 7 << 12 and first.shape == (8 << 10,)
+    assert calls(operand, 2) is not first
+
+
+def test_what_was_counted_on_cpus_is_priced_there():
+    """Random bits and kernels take time on a CPU whose profile has measured them."""
+
+    def step(key, x):
+        return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+    args = (jax.random.key(0), np.ones((8, 64), np.float32))
+    base = autoshard.profile("cpu-host")
+    slow = replace(base, random_words_per_s=1e3)
+    plans = [autoshard.optimize_fn(step, args, {"data": 8}, hardware=p, progress=False) for p in (base, slow)]
+    drawn = 8 * 64 / 8 / 1e3
+    assert plans[1].cost.compute_s - plans[0].cost.compute_s >= 0.9 * drawn
 
 
 def test_one_device_is_enough_for_the_compute_side(tmp_path):
@@ -164,8 +194,9 @@ def test_a_calibration_ends_in_time_with_every_kind_measured(monkeypatch):
     """Of each kind the smallest size comes first, then the largest: enough for a latency and a bandwidth."""
     mesh = as_mesh({"data": 2, "model": 4}).concrete()
     jobs = timing.grid(mesh)
-    assert len(jobs) == len(set(jobs)) == 1 + 8 + 2 * 3 + 3 * 5 * 9
-    first = jobs[: 1 + 4 + 2 * 2 + 2 * 15]
+    assert len(jobs) == len(set(jobs)) == 1 + 8 + 6 + 2 * 3 + 2 + 2 + 3 * 5 * 9
+    first = jobs[: 1 + 4 + 2 * 2 + 2 + 2 * 15]
+    assert {"convolution", "random"} <= {kind for kind, *_ in first}
     passes = dict.fromkeys(("memory", "reduction"), timing.MEMORY_BYTES)
     for kind, sizes in {"matmul": timing.MATMUL_SIZES, **passes}.items():
         assert {n for k, _, n, _ in first if k == kind} == {min(sizes), max(sizes)}

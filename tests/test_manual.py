@@ -18,7 +18,7 @@ from autoshard_ilp._jax_compat import open_jaxpr, row_major
 from autoshard_ilp.apply import Decisions, _Plan, _Run
 from autoshard_ilp.costs.collectives import ring_bytes_per_device
 from autoshard_ilp.costs.reshard import steps
-from autoshard_ilp.costs.table import resolution_payloads
+from autoshard_ilp.costs.resolution import resolution_payloads
 from autoshard_ilp.deferral import Deferral
 from autoshard_ilp.graph import build_graph, insert_hubs
 from autoshard_ilp.rules import rule_for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from autoshard_ilp.costs.table import resolution_payloads
+from autoshard_ilp.costs.resolution import resolution_payloads
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.rules.rule import Factor, Kind, OpView, Rule
 from autoshard_ilp.sharding import WHOLE

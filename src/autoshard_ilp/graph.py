@@ -238,6 +238,11 @@ class Graph:
         return region.id not in self._inhabited
 
 
+def is_batch(op: Op) -> bool:
+    """Whether an argument is part of the batch: it is written anew every step, so a sharded copy is cheaper."""
+    return op.primitive == "argument" and op.path.partition("/")[0] in ("inputs", "targets", "sample_weight")
+
+
 def build_graph(
     closed_jaxpr: Any,
     *,

@@ -11,6 +11,7 @@ from autoshard_ilp.costs import reshard
 from autoshard_ilp.costs.build import Built
 from autoshard_ilp.costs.collectives import ring_bytes_per_device
 from autoshard_ilp.costs.overlap import hidden_seconds
+from autoshard_ilp.costs.resolution import resolution_payloads, saved_seconds
 from autoshard_ilp.costs.table import (
     REUSE,
     CostTable,
@@ -18,7 +19,6 @@ from autoshard_ilp.costs.table import (
     flow_itemsize,
     flow_tensor,
     operand_labels,
-    resolution_payloads,
 )
 
 
@@ -113,15 +113,18 @@ def collective_sites(
         out = table.graph.tensors[op.outputs[0]]
         after = tuple((m, False) for m in cls.members)
         sizes, costs = table.axis_sizes, table.collectives
+        share = table.shares.of_reductions(table.graph, cls.members)
         for kind, axes, payload in resolution_payloads(strategy, out.shape, out.itemsize, sizes, costs):
-            yield _collective(table, kind, axes, payload, _name(table, out.id), cls.members, cls.count), after
+            yield _collective(table, kind, axes, payload, share, _name(table, out.id), cls.members, cls.count), after
     for flow in table.flows:
         before = tuple((op_id, True) for op_id, _ in flow.uses)
         for step in flow_steps(table, flow, choices):
             if step.kind != "slice":
                 op_id, operand = flow.uses[0]
                 name = _name(table, table.graph.ops[op_id].inputs[operand])
-                what = (step.kind, step.axes, step.payload_bytes, name, tuple(user for user, _ in flow.uses))
+                share = table.shares.of_gathers(table.graph, flow.uses) if step.kind == "all-gather" else 1.0
+                users = tuple(user for user, _ in flow.uses)
+                what = (step.kind, step.axes, step.payload_bytes, share, name, users)
                 yield _collective(table, *what, flow.count), before
 
 
@@ -144,6 +147,7 @@ def _collective(
     kind: str,
     axes: tuple[int, ...],
     payload: float,
+    share: float,
     tensor: str,
     op_ids: tuple[int, ...],
     count: float,
@@ -154,7 +158,7 @@ def _collective(
         kind,
         ring_bytes_per_device(kind, group, payload),
         tuple(table.axis_names[a] for a in axes),
-        table.collectives.seconds(kind, axes, payload),
+        table.collectives.seconds(kind, axes, payload) - saved_seconds(table.collectives, kind, axes, payload, share),
         tensor,
         f"{op.scope}/{op.primitive}" if op.scope else op.primitive,
         op.source,

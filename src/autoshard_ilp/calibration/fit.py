@@ -106,18 +106,20 @@ def _fit_shares(fitted: HardwareProfile, samples: Sequence[Sample]) -> HardwareP
 
 
 def _fit_compute(base: HardwareProfile, samples: Sequence[Sample]) -> HardwareProfile:
-    """Peaks: the best rate that any shape reached.
+    """Peaks: the best rate that any shape reached; on CPUs, where no peak is known, the median of all shapes.
 
     A known nominal peak stays, with the share of it that is reached; where types reach different shares, the peak of
     those that reach less is put so much lower.
     """
-    reached: dict[str, float] = {}
+    rates: dict[str, list[float]] = {}
     for s in samples:
         if s.kind == "matmul":
             rate = 2.0 * math.prod(s.product) / max(s.seconds - base.kernel_launch_seconds, s.seconds / 2)
-            reached[s.dtype] = max(reached.get(s.dtype, 0.0), rate)
-    if not reached:
+            rates.setdefault(s.dtype, []).append(rate)
+    if not rates:
         return base
+    typical = statistics.median if base.family == "cpu" else max
+    reached = {dtype: typical(found) for dtype, found in rates.items()}
     nominal = dict(base.peak_flops_per_s_by_dtype)
     if base.family == "cpu":  # nothing is nominal about a host: its figures are assumptions
         scale = reached["float32"] / (nominal["float32"] * base.matmul_efficiency)

@@ -104,6 +104,31 @@ def memory_loop(mesh: Any, local_bytes: int) -> Loop:
     return _loop(mesh, device, (local_bytes // 4,), jnp.float32)
 
 
+def update_calls(mesh: Any, local_bytes: int) -> tuple[Loop, int]:
+    """Calls that update ``local_bytes`` of weights and their two slots in place on every device, and the bytes moved.
+
+    For CPUs: a loop over one array, which stays in caches and is written where it is read, runs there at four times the
+    rate that the passes of real steps reach (measured on 16 cores: 31 to 47 GB/s per device against 9).
+    """
+
+    def device(weights: Any, mean: Any, square: Any, gradient: Any) -> Any:
+        mean = mean * 0.9 + gradient * 0.1
+        square = square * 0.999 + gradient * gradient * 0.001
+        return weights - mean / (jnp.sqrt(square) + 1e-7), mean, square
+
+    spec = PartitionSpec(tuple(mesh.axis_names))
+    mapped = jax.shard_map(device, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec,) * 3, check_vma=False)
+    update = jax.jit(mapped, donate_argnums=(0, 1, 2))
+    *state, gradient = (_operand(mesh, (local_bytes // 4,), spec, jnp.float32) for _ in range(4))
+
+    def calls(_: Any, count: Any) -> Any:
+        for _ in range(count):
+            state[:] = update(*state, gradient)
+        return state[0]
+
+    return (calls, None), 7 * (local_bytes // 4) * 4
+
+
 def reduction_loop(mesh: Any, local_bytes: int) -> Loop:
     """A loop that reads ``local_bytes`` on every device to sum up their rows."""
     rows = max(1, local_bytes // (4 * ROW_ELEMENTS))

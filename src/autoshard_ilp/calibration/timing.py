@@ -27,6 +27,10 @@ GPU_MATMUL_SHAPES = (
 )
 """Few rows, few columns, and what the layers of small and large transformers multiply."""
 MATMUL_DTYPES = ("float32", "bfloat16")
+CPU_MATMUL_SHAPES = ((1024, 256, 1024), (64, 2048, 512), (512, 256, 512))
+"""What a layer of a small model multiplies on one of several virtual devices."""
+CPU_CONVOLUTIONS = ((16, 16, 64), (16, 8, 128))
+CPU_RANDOM_WORDS = (1 << 16, 1 << 20)
 MEMORY_BYTES = (1 << 22, 1 << 24, 1 << 26)
 GPU_UNALIGNED_SHAPES = ((8192, 1024, 16385), (4096, 2048, 32769))
 """Rows that begin at any byte: vocabularies that nobody rounded up."""
@@ -46,8 +50,8 @@ class Sample:
     """One measurement.
 
     Attributes:
-        kind: a collective's kind, "matmul", "unaligned", "convolution", "memory" (half read, half written), "reduction"
-            (read), "random" or "kernel".
+        kind: a collective's kind, "matmul", "unaligned", "convolution", "memory" (half read, half written;
+            on CPUs four sevenths read), "reduction" (read), "random" or "kernel".
         axes: indices of the mesh axes of a collective's group.
         size: payload bytes of a collective, side of square matrices, bytes of a pass over memory,
             random words.
@@ -137,6 +141,8 @@ def measure(
         if kind in ("matmul", "unaligned", "kernel"):
             loop = programs.matmul_loop(mesh, shape, np.dtype(_numpy_dtype(dtype)))
             times = programs.products(mesh, shape)
+        elif kind == "memory" and mesh.devices.flat[0].platform == "cpu":
+            loop, moved = programs.update_calls(mesh, size)
         elif kind == "memory":
             loop, moved = programs.memory_loop(mesh, size), 2 * size
         elif kind == "reduction":
@@ -145,6 +151,7 @@ def measure(
             loop = programs.random_loop(mesh, size)
         elif kind == "convolution":
             loop = programs.convolution_loop(mesh, shape, np.dtype(_numpy_dtype(dtype)))
+            times = max(times, programs.WRITTEN_OUT)
         else:
             names = tuple(mesh.axis_names[i] for i in group)
             loop, moved = programs.collective_loop(mesh, kind, names, size)
@@ -166,7 +173,7 @@ def grid(
     platform = mesh.devices.flat[0].platform
     gpu = platform == "gpu"
     sides = (GPU_MATMUL_SIZES if gpu else MATMUL_SIZES) if matmul_sizes is None else matmul_sizes
-    shapes = GPU_MATMUL_SHAPES if gpu and matmul_sizes is None else ()
+    shapes = {"gpu": GPU_MATMUL_SHAPES, "cpu": CPU_MATMUL_SHAPES}.get(platform, ()) if matmul_sizes is None else ()
     passes = ends_first(GPU_MEMORY_BYTES if gpu else MEMORY_BYTES)
     groups = axis_groups(tuple(mesh.shape[a] for a in mesh.axis_names))
     ranked: list[tuple[int, tuple[str, tuple[int, ...], Any, str]]]
@@ -179,6 +186,9 @@ def grid(
         ranked += [(i + 1, ("unaligned", (), n, d)) for i, n in enumerate(GPU_UNALIGNED_SHAPES) for d in MATMUL_DTYPES]
         ranked += [(i + 1, ("convolution", (), n, d)) for i, n in enumerate(GPU_CONVOLUTIONS) for d in MATMUL_DTYPES]
         ranked += [(i + 1, ("random", (), n, "uint32")) for i, n in enumerate(GPU_RANDOM_WORDS)]
+    if platform == "cpu" and matmul_sizes is None:
+        ranked += [(i + 1, ("convolution", (), n, "float32")) for i, n in enumerate(CPU_CONVOLUTIONS)]
+        ranked += [(i + 1, ("random", (), n, "uint32")) for i, n in enumerate(CPU_RANDOM_WORDS)]
     for i, size in enumerate(ends_first(payload_bytes)):
         ranked += [(i, (kind, g, size, "float32")) for g in groups for kind in COLLECTIVE_KINDS]
     return [job for _, job in sorted(ranked, key=lambda x: x[0])]

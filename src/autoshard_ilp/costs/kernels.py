@@ -1,9 +1,10 @@
-"""What an operation costs on a GPU besides the roofline of what it reads and writes, as seen on real ones.
+"""What an operation costs on a GPU or CPU besides the roofline of what it reads and writes, as seen on real ones.
 
 Seen with ``benchmarks/measured_single_device.py`` on an H200 (jax 0.11.2): the fixed time of a kernel; random bits,
 115 integer operations per two words of Threefry (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
 2011), which took 9 of 75 ms of GPT-2's step; rows of an odd vocabulary, which halve the rate of the products with it
 or worse; and batched products of attention, whose operands are copied into an order in which the batch comes first.
+On CPUs (``benchmarks/measured_steps.py``) the same took time: random bits 19 of 109 ms of a small GPT-2's step.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from autoshard_ilp.graph import Graph, Op
 ALIGNMENT_BYTES = 16
 """Of rows that matrix units read at full rate (NVIDIA, "Matrix Multiplication Background User's Guide")."""
 
+COUNTED = frozenset({"gpu", "cpu"})
+"""Families of hardware on which this was measured."""
+
 COPIED = 2
 """A copy reads and writes."""
 
 
-def on_gpu(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffic:
-    """The traffic of one execution of an operation with what it costs on a GPU.
+def with_kernels(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffic:
+    """The traffic of one execution of an operation with what it costs on hardware of the families :data:`COUNTED`.
 
     Args:
         traffic: by the buffers that are read and written.

@@ -21,7 +21,7 @@ class ReshardTables:
     def __init__(self, sizes: Sequence[int], costs: CollectiveSeconds) -> None:
         self.sizes = np.array(sizes, np.int64)
         self._prices = _Prices(len(sizes), costs)
-        self._tables: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+        self._tables: dict[tuple, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def table(
         self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
@@ -31,6 +31,17 @@ class ReshardTables:
         Seconds are infinite from or to partial sums, unless they stay as they are. No copy is made where nothing
         changes. What is gathered whole on the way, since a dimension does not divide, counts in full.
         """
+        return self._known(shape, itemsize, starts, ends)[:2]
+
+    def gather_calls(
+        self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
+    ) -> np.ndarray:
+        """Of the seconds of :meth:`table`, the fixed ones of all-gathers, which combined ones pay once."""
+        return self._known(shape, itemsize, starts, ends)[2]
+
+    def _known(
+        self, shape: tuple[int, ...], itemsize: float, starts: tuple[Layout, ...], ends: tuple[Layout, ...]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         key = (shape, itemsize, starts, ends)
         if key not in self._tables:
             found = self._table(shape, itemsize, np.array(starts, np.int64), np.array(ends, np.int64))
@@ -41,17 +52,18 @@ class ReshardTables:
 
     def _table(
         self, shape: tuple[int, ...], itemsize: float, starts: np.ndarray, ends: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         held = Held(shape, itemsize, self.sizes)
         same = (starts[:, None, :] == ends[None, :, :]).all(axis=2)
         copies = np.where(same, 0, held(ends)[None, :])
         seconds = np.where(same, 0.0, np.inf)
+        calls = np.zeros_like(seconds)
         whole = ~(starts == PARTIAL).any(axis=1)[:, None] & ~(ends == PARTIAL).any(axis=1)[None, :]
         i, j = np.nonzero(whole & ~same)
         pairs = _Pairs(starts[i], ends[j], held, self._prices)
         pairs.run(shape)
-        seconds[i, j], copies[i, j] = pairs.seconds, pairs.most
-        return seconds, copies
+        seconds[i, j], copies[i, j], calls[i, j] = pairs.seconds, pairs.most, pairs.gather_calls
+        return seconds, copies, calls
 
 
 class Held:
@@ -87,13 +99,20 @@ class _Prices:
 
     def seconds(self, kind: str, axes: np.ndarray, payload_bytes: np.ndarray) -> np.ndarray:
         """Seconds of one collective per entry of ``axes`` (sets) and ``payload_bytes``."""
+        alpha, beta = self._line(kind)
+        return np.where(payload_bytes > 0, alpha[axes] + beta[axes] * payload_bytes, 0.0)
+
+    def call_seconds(self, kind: str, axes: np.ndarray) -> np.ndarray:
+        """Fixed seconds of one collective per entry of ``axes`` (sets)."""
+        return self._line(kind)[0][axes]
+
+    def _line(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
         if kind not in self._lines:
             n = len(self.bits)
             sets = [tuple(a for a in range(n) if bits >> a & 1) for bits in range(1, 1 << n)]
             lines = np.array([(0.0, 0.0), *(self._costs.alpha_beta(kind, axes) for axes in sets)])
             self._lines[kind] = lines[:, 0], lines[:, 1]
-        alpha, beta = self._lines[kind]
-        return np.where(payload_bytes > 0, alpha[axes] + beta[axes] * payload_bytes, 0.0)
+        return self._lines[kind]
 
 
 class _Pairs:
@@ -102,6 +121,7 @@ class _Pairs:
     Attributes:
         now, end: int, one row per pair and one column per mesh axis; no partial sums.
         seconds: of the steps taken.
+        gather_calls: of these, the fixed seconds of all-gathers.
         most: bytes per device of the largest tensor that a step left.
     """
 
@@ -109,6 +129,7 @@ class _Pairs:
         self.start, self.now, self.end = start, start.copy(), end
         self.held, self.prices = held, prices
         self.seconds = np.zeros(len(end))
+        self.gather_calls = np.zeros(len(end))
         self.most = np.zeros(len(end), np.int64)
 
     def run(self, shape: Sequence[int]) -> None:
@@ -190,6 +211,8 @@ class _Pairs:
         if kind != "slice":
             payload = held_after if kind == "all-gather" else held_before
             self.seconds[rows] += self.prices.seconds(kind, axes, payload)
+        if kind == "all-gather":
+            self.gather_calls[rows] += self.prices.call_seconds(kind, axes)
         later = ~moved & (np.arange(moved.shape[1]) > first[:, None])
         for layout, at in ((before, source), (after, dim)):
             there = (layout == at[:, None]) & (at != WHOLE)[:, None]

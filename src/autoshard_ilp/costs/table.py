@@ -15,14 +15,16 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs import compute
+from autoshard_ilp.costs.combining import Shares, shares
 from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold, halves
-from autoshard_ilp.costs.kernels import on_gpu
+from autoshard_ilp.costs.kernels import COUNTED, with_kernels
 from autoshard_ilp.costs.memory import Buffers, analyse, is_computed_inside
 from autoshard_ilp.costs.precision import Precision, precision
 from autoshard_ilp.costs.prices import Prices
 from autoshard_ilp.costs.reshard import CollectiveSeconds
+from autoshard_ilp.costs.resolution import resolution_seconds
 from autoshard_ilp.deferral import Deferral, deferrals
-from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.graph import Graph, Op, is_batch
 from autoshard_ilp.rules.rule import OpView, Rule
 from autoshard_ilp.sharding import Layout, local_bytes
 from autoshard_ilp.strategies import Strategy, hub_strategies, strategies_of
@@ -95,6 +97,7 @@ class CostTable:
     flows: tuple[Flow, ...]
     prices: Prices
     precision: Precision
+    shares: Shares
     unknown: tuple[str, ...] = field(default=())
     halved: bool = False  # the first and the second half of the repeated layers are decided apart
 
@@ -136,7 +139,18 @@ def build_table(
     for op_id, c in enumerate(class_of):
         members.setdefault(int(c), []).append(op_id)
     prices = Prices.of(axis_sizes, collectives) if prices is None else prices
-    fixed = (rounded, deferred, axis_sizes, profile, collectives, restriction, restriction_key, prices.classes)
+    combined = shares(graph, buffers, getattr(profile, "family", ""))
+    fixed = (
+        combined,
+        rounded,
+        deferred,
+        axis_sizes,
+        profile,
+        collectives,
+        restriction,
+        restriction_key,
+        prices.classes,
+    )
     classes = tuple(_price(graph, members[c], rules, buffers, *fixed) for c in range(len(members)))
     unknown = tuple(
         sorted({f"{op.primitive} at {op.source or 'unknown source'}" for op in graph.ops if not rules[op.id].known})
@@ -154,6 +168,7 @@ def build_table(
         flows,
         prices,
         rounded,
+        combined,
         unknown,
         halved,
     )
@@ -207,7 +222,7 @@ def _classes(
                     texts[id(rule)],
                     op.phase,
                 ),
-                *(op.count, stored, reads, restriction_key(op), op.params.get("first") is None, _is_batch(op)),
+                *(op.count, stored, reads, restriction_key(op), op.params.get("first") is None, is_batch(op)),
                 deferred[op.id],
                 *(rounded.rounds[op.id], tuple(float(rounded.held[t]) for t in op.outputs)),
             )
@@ -227,6 +242,7 @@ def _price(
     members: list[int],
     rules: Sequence[Rule],
     buffers: Buffers,
+    combined: Shares,
     rounded: Precision,
     deferred: Sequence[Deferral],
     axis_sizes: tuple[int, ...],
@@ -246,18 +262,19 @@ def _price(
         tuple(
             (j, _written_shape(op, t.shape), held[t.id])
             for j, t in enumerate(outs)
-            if (buffers.stored[t.id] and op.primitive not in BOUNDARY) or _is_batch(op)
+            if (buffers.stored[t.id] and op.primitive not in BOUNDARY) or is_batch(op)
         ),
         ins[0].dtype if ins else (outs[0].dtype if outs else "float32"),
         tuple((j, t.shape, held[t.id]) for j, t in enumerate(outs) if is_computed_inside(op, t.id, buffers)),
     )
-    if getattr(profile, "family", "") == "gpu" and op.primitive not in BOUNDARY:
-        traffic = on_gpu(traffic, graph, op, profile)
+    if getattr(profile, "family", "") in COUNTED and op.primitive not in BOUNDARY:
+        traffic = with_kernels(traffic, graph, op, profile)
     kinds = tuple((n, f.size, f.kind, f.combine) for n, f in rule.factors.items())
     shapes = tuple((t.shape, t.itemsize) for t in (*ins, *outs))
     first = op.params.get("first") is None
     deferral = deferred[op.id]
-    key = (op.primitive, str(rule), kinds, traffic, rule.flops, restriction_key(op), first, shapes, deferral)
+    share = combined.of_reductions(graph, members)
+    key = (op.primitive, str(rule), kinds, traffic, rule.flops, restriction_key(op), first, shapes, deferral, share)
     if key not in cache:
         strategies = _strategies(op, rule, [t.shape for t in ins], [t.shape for t in outs], axis_sizes, deferral)
         if restriction is not None:
@@ -265,7 +282,8 @@ def _price(
         compute_s = np.array([compute.seconds(rule, traffic, s, axis_sizes, profile) for s in strategies])
         itemsize = outs[0].itemsize if outs else 0.0
         shape = outs[0].shape if outs else ()
-        comm_s = np.array([resolution_seconds(s, shape, itemsize, axis_sizes, collectives) for s in strategies])
+        priced = (shape, itemsize, axis_sizes, collectives, share)
+        comm_s = np.array([resolution_seconds(s, *priced) for s in strategies])
         keep = _undominated(strategies, compute_s + comm_s)
         strategies = [strategies[i] for i in keep]
         operands = tuple(Labels.of([s.operands[i] for s in strategies]) for i in range(len(ins)))
@@ -280,11 +298,6 @@ def _price(
 def _written_shape(op: Op, shape: tuple[int, ...]) -> tuple[int, ...]:
     """What one execution writes of a result: a loop one slice of what it stacks up."""
     return (1, *shape[1:]) if op.primitive == "loop_stack" else shape
-
-
-def _is_batch(op: Op) -> bool:
-    """Whether an argument is part of the batch: it is written anew every step, so a sharded copy is cheaper."""
-    return op.primitive == "argument" and op.path.partition("/")[0] in ("inputs", "targets", "sample_weight")
 
 
 def _strategies(
@@ -309,38 +322,6 @@ def _undominated(strategies: list[Strategy], seconds: np.ndarray) -> list[int]:
         if key not in best or seconds[i] < seconds[best[key]]:
             best[key] = i
     return sorted(best.values())
-
-
-def resolution_payloads(
-    strategy: Strategy,
-    shape: tuple[int, ...],
-    itemsize: float,
-    axis_sizes: Sequence[int],
-    costs: CollectiveSeconds | None = None,
-) -> list[tuple[str, tuple[int, ...], float]]:
-    """Collectives that resolve a strategy's partial results: (kind, mesh axes, payload bytes).
-
-    ``costs`` tells into how many a reduce-scatter is split (:mod:`autoshard_ilp.costs.scatter`); without it, none is.
-    """
-    if not strategy.resolutions or strategy.partial is None:
-        return []
-    stages = getattr(costs, "scatter_stages", None)
-    layout = list(strategy.partial)
-    found = []
-    for r in strategy.resolutions:
-        scatters = r.kind == "reduce-scatter"
-        for axes in stages(r.axes) if scatters and stages else (r.axes,):
-            found.append((r.kind, axes, float(local_bytes(shape, itemsize, tuple(layout), axis_sizes))))
-            for axis in axes if scatters else ():
-                layout[axis] = r.dim
-    return found
-
-
-def resolution_seconds(
-    strategy: Strategy, shape: tuple[int, ...], itemsize: float, axis_sizes: Sequence[int], costs: CollectiveSeconds
-) -> float:
-    """Seconds to resolve a strategy's partial results."""
-    return sum(costs.seconds(k, a, b) for k, a, b in resolution_payloads(strategy, shape, itemsize, axis_sizes, costs))
 
 
 def _flows(graph: Graph, class_of: np.ndarray, classes: Sequence[OpClass]) -> tuple[Flow, ...]:
@@ -419,7 +400,11 @@ def flow_table(table: CostTable, flow: Flow) -> tuple[np.ndarray, np.ndarray]:
         return seconds, copies
     fresh = [k for k, end in enumerate(v.layouts) if not _held(end)]
     ends = tuple(v.layouts[k] for k in fresh)
-    seconds[:, fresh], copies[:, fresh] = table.prices.reshard.table(tensor.shape, itemsize, starts, ends)
+    asked = (tensor.shape, itemsize, starts, ends)
+    seconds[:, fresh], copies[:, fresh] = table.prices.reshard.table(*asked)
+    share = table.shares.of_gathers(table.graph, flow.uses)
+    if share < 1.0:
+        seconds[:, fresh] -= (1.0 - share) * table.prices.reshard.gather_calls(*asked)
     for k, end in enumerate(v.layouts):
         if _held(end):
             seconds[:, k] = [np.inf if start == end[1] else 0.0 for start in starts]
