@@ -47,34 +47,28 @@ def nothing(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
 
 
 def quality(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
-    """Predicted time over the optimum by case and kind of plan, on a scale cut at five times."""
+    """Predicted time over the optimum: one line per case, one dot per kind of plan, on a scale cut at five times."""
     cases = [t for t in tables if "x optimum" in t.columns and t.heading]
     plans = list(dict.fromkeys(r["plan"] for t in cases for r in t.rows if r["plan"] != "optimize"))
     if not plans:
         return
-    columns = min(2, len(cases))
-    lines = -(-len(cases) // columns)
-    figure = base.new(8.5, 0.5 + lines * (0.55 + 0.19 * len(plans)))
-    grid = figure.subplots(lines, columns, squeeze=False)
-    for axes in grid.flat[len(cases) :]:
-        axes.set_axis_off()
-    for axes, table in zip(grid.flat, cases, strict=False):
-        base.plain(axes, table.heading)
-        factors = {r["plan"]: number(r.get("x optimum", "")) for r in table.rows}
-        for row, plan in enumerate(plans):
-            factor = factors.get(plan)
-            colour = colours.LAYERS[row % len(colours.LAYERS)]
-            axes.barh(row, min(factor or 0.0, 5.0), color=colour, height=0.7)
-            status = next((r.get("status", "") for r in table.rows if r["plan"] == plan), "")
-            text = f"{factor:.2f}" if factor else (status.split(",")[0][:28] or "not run")
-            at = min(factor or 0.0, 5.0) + 0.05
-            axes.text(at, row, text, va="center", fontsize=base.FONT - 2, color=colours.INK)
-        axes.axvline(1.0, color=colours.INK, linewidth=1, linestyle="--")
-        axes.set_yticks(range(len(plans)), plans)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 5.6)
-    base.heading(figure, "Predicted step time over the optimum (1 is the optimum; bars end at 5)")
-    yield f"{name}", figure
+    figure = base.new(8.5, 1.4 + 0.26 * len(cases))
+    axes = base.plain(figure.subplots(), "Predicted step time over the plan's (1 is the plan; dots end at 5)")
+    for number_of_plan, plan in enumerate(plans):
+        at = [
+            (number(r.get("x optimum", "")), line) for line, t in enumerate(cases) for r in t.rows if r["plan"] == plan
+        ]
+        dots = [(min(factor, 5.0), line) for factor, line in at if factor]
+        if dots:
+            colour = colours.LAYERS[number_of_plan % len(colours.LAYERS)]
+            axes.plot(*zip(*dots, strict=True), "o", color=colour, markersize=6, alpha=0.8, label=plan)
+    axes.axvline(1.0, color=colours.INK, linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(cases)), [t.heading for t in cases])
+    axes.set_ylim(-0.7, len(cases) - 0.3)
+    axes.invert_yaxis()
+    axes.set_xlim(0.8, 5.2)
+    axes.legend(frameon=False, fontsize=base.FONT - 2, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=4)
+    yield name, figure
 
 
 def layout_maps(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
