@@ -17,7 +17,7 @@ from autoshard_ilp.program.memory import Owners
 from autoshard_ilp.program.model import Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.prices import PricedRows
-from autoshard_ilp.program.window import kernels_fronts, window
+from autoshard_ilp.program.window import fronts, kernels_fronts, window
 from autoshard_ilp.program.window.relations import Relations, _codes
 from autoshard_ilp.program.window.relaxations import Relaxations
 from autoshard_ilp.program.window.tighten import tighten
@@ -38,13 +38,25 @@ def soon() -> float:
 
 
 @SETTINGS
-@given(programs(memory=True), st.floats(0.0, 0.9), st.sampled_from([0.0, 0.01, 1.0]), st.sampled_from([0, 3, 20_000]))
-def test_the_best_plan_within_any_limit(program: Program, part: float, price: float, most: int) -> None:
-    """At the optimum it is found, a little below nothing is; buckets of three rows make it tighten and widen."""
+@given(
+    programs(memory=True),
+    st.floats(0.0, 0.9),
+    st.sampled_from([0.0, 0.01, 1.0]),
+    st.sampled_from([0, 3, 20_000]),
+    st.sampled_from([(1, 2, 5, 1000), (1, 1000), fronts.SIZES]),
+)
+def test_the_best_plan_within_any_limit(
+    program: Program, part: float, price: float, most: int, sizes: tuple[int, ...]
+) -> None:
+    """At the optimum it is found, a little below nothing is; buckets of three rows make it tighten and widen.
+
+    Fronts of one partial plan at first, then of few, merge nearly everything.
+    """
     program = tight(program, part) or program
     capacity = 2**40 if program.capacity is None else program.capacity
     best = brute_force(dataclasses.replace(program, capacity=capacity))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fronts, "SIZES", sizes)
         if most:
             patch.setattr(window, "ROWS", most)
         try:
@@ -178,3 +190,43 @@ def test_fronts_drop_only_what_another_beats() -> None:
         best = {tuple(p) for p in points if not ((points <= p).all(axis=1) & (points < p).any(axis=1)).any()}
         assert {tuple(points[i]) for i in kept} == best
         assert len(kept) == len(best)
+
+
+@pytest.mark.parametrize("most", [1, 3, 10, 40])
+def test_merged_partial_plans_are_as_good_as_any_they_stand_for(most: int) -> None:
+    rng = np.random.default_rng(most)
+    cost, used, scale = rng.random(40), rng.integers(0, 1000, (40, 3)), np.array([1e-3, 2e-3, 0.0])
+    order, begins = kernels_fronts.parts_of(np.column_stack((cost, used * scale)), most)
+    assert sorted(order.tolist()) == list(range(40))
+    assert len(begins) - 1 == most
+    merged_cost, merged_used, stands = kernels_fronts.merged(cost, used, scale, most)
+    for part in range(most):
+        members = order[begins[part] : begins[part + 1]]
+        assert stands[part] in members
+        assert merged_cost[part] == cost[members].min()
+        assert (merged_used[part] == used[members].min(axis=0)).all()
+
+
+def test_equal_partial_plans_are_one_part() -> None:
+    order, begins = kernels_fronts.parts_of(np.ones((5, 2)), 3)
+    assert begins.tolist() == [0, 5]
+    assert sorted(order.tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_coarse_fronts_bound_from_below_and_say_what_they_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fronts that are never fine enough: a bound at most the optimum, above the relaxations' on most programs."""
+    monkeypatch.setattr(fronts, "SIZES", (1,))
+    left_open, better = 0, 0
+    for _, program in tight_programs(30, 8, "tree", 0.4):
+        best, net = brute_force(program), rows_net(program)
+        assert program.capacity is not None
+        found = window.Window(net, program.capacity, [np.zeros(len(net.base))])
+        answer = found.solve(2 * best.objective, soon())
+        assert answer.bound <= best.objective * (1 + 1e-9)
+        if answer.choices is not None:
+            assert program.cost(answer.choices) >= best.objective * (1 - 1e-9)
+            assert (PricedRows(net, program.capacity).usage(answer.choices) <= program.capacity).all()
+        left_open += answer.status == "unknown"
+        better += answer.status == "unknown" and answer.bound > found.bound * (1 + 1e-6)
+    assert left_open > 3
+    assert better > left_open / 2
