@@ -13,6 +13,7 @@ from autoshard_ilp.costs.combining import gathered_together, known_from_the_star
 from autoshard_ilp.costs.fusion import VIEWS, fusible
 from autoshard_ilp.costs.heap import loses, with_holes
 from autoshard_ilp.costs.idle import Idleness
+from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, vector_bytes
 from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
@@ -65,6 +66,7 @@ class _Account:
         fuses = [fusible(op) and op.primitive not in VIEWS for op in table.graph.ops]
         self.packed = packed_masks(table.graph, fuses, VIEWS) if self.family == "tpu" else frozenset()
         self.pads = self.family == "gpu" and leaves_triton(table.graph)
+        self.first_lookup = first_lookup(table.graph, table.buffers.time) if self.family == "tpu" else 0
         limit = idle_limit_seconds(table.profile)
         self.idle = Idleness(table.graph, table.buffers, table.classes, limit) if limit else None
         self.waits: dict[int, int] = {}  # lifetime -> until when it is in device memory, since it is not read for long
@@ -291,6 +293,10 @@ def _hold_results(
             copied = [0 if r is None else tiled_bytes(image.shape, itemsize, r, sizes, numbers[:2]) for r in reads]
             span = int(buffers.time[m]), account.given[m] + 1, "activations", graph.ops[m].scope
             hold(np.array(copied), [span])
+    if account.family == "tpu" and is_lookup(graph, representative):
+        itemsize, begin = table.precision.moved(graph, representative, 0), account.first_lookup
+        rows = copied_bytes(graph, representative, cls.strategies, sizes, float(itemsize))
+        hold(rows, [(begin, int(buffers.time[m]) + 1, "gathered", graph.ops[m].scope) for m in cls.members])
     if account.family != "gpu":
         return
     padded = once(

@@ -18,6 +18,7 @@ from autoshard_ilp.costs import compute
 from autoshard_ilp.costs.combining import Shares, shares
 from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold, halves
 from autoshard_ilp.costs.kernels import COUNTED, with_kernels
+from autoshard_ilp.costs.lookups import copy_seconds, is_lookup, scattered, several_tables
 from autoshard_ilp.costs.memory import Buffers, analyse, is_computed_inside
 from autoshard_ilp.costs.precision import Precision, precision
 from autoshard_ilp.costs.prices import Prices
@@ -274,12 +275,19 @@ def _price(
     first = op.params.get("first") is None
     deferral = deferred[op.id]
     share = combined.of_reductions(graph, members)
-    key = (op.primitive, str(rule), kinds, traffic, rule.flops, restriction_key(op), first, shapes, deferral, share)
+    looks_up = getattr(profile, "family", "") == "tpu" and is_lookup(graph, op)
+    row_bytes = float(rounded.moved(graph, op, 0)) if looks_up else 0.0
+    lookup = (row_bytes, looks_up and several_tables(graph))
+    priced_by = (traffic, rule.flops, deferral, share, lookup)
+    key = (op.primitive, str(rule), kinds, restriction_key(op), first, shapes, priced_by)
     if key not in cache:
         strategies = _strategies(op, rule, [t.shape for t in ins], [t.shape for t in outs], axis_sizes, deferral)
+        strategies = [s for s in strategies if not (lookup[1] and scattered(s))]
         if restriction is not None:
             strategies = restriction(op, strategies)
         compute_s = np.array([compute.seconds(rule, traffic, s, axis_sizes, profile) for s in strategies])
+        if looks_up:
+            compute_s = compute_s + copy_seconds(graph, op, strategies, axis_sizes, row_bytes, profile)
         itemsize = outs[0].itemsize if outs else 0.0
         shape = outs[0].shape if outs else ()
         priced = (shape, itemsize, axis_sizes, collectives, share)
