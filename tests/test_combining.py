@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -50,6 +51,17 @@ def test_members_of_a_group_share_its_fixed_time(width, share):
     gradients = [found.of_reductions(graph, [o]) for o in products]
     assert gradients.count(share) >= LAYERS and (share == 1.0 or gradients.count(1.0) == LAYERS - 1)
     assert shares(graph, analyse(graph, "tpu"), "tpu") == Shares()
+
+
+def test_sums_that_do_not_need_one_another_share_a_fixed_time():
+    def moments(x: Any) -> Any:
+        mean, square = jnp.sum(x, 0), jnp.sum(x * x, 0)
+        return jnp.sum((x - mean) * square, 0), mean
+
+    graph = build_graph(jax.make_jaxpr(moments)(np.ones((8, 4))), argument_paths=["x"], result_paths=["y", "mean"])
+    found = shares(graph, analyse(graph, "gpu"), "gpu")
+    sums = [op.id for op in graph.ops if op.primitive == "reduce_sum"]
+    assert [found.of_reductions(graph, [o]) for o in sums] == [0.5, 0.5, 1.0]
 
 
 def test_layers_that_decide_together_pay_their_mean():

@@ -17,7 +17,7 @@ groups, plans paid one per tensor: 2.4 to 4.7 times the seconds of what was comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autoshard_ilp.costs.fusion import VIEWS, fusible
@@ -70,6 +70,8 @@ def shares(graph: Graph, buffers: Buffers, family: str) -> Shares:
             before = [reduced[t] for t in op.inputs if t in reduced]
             if before and not op.region:
                 reduced.setdefault(op.outputs[0], min(before))
+    for t, share in _each(g for beside in _sums_beside(graph, reduced) for g in _groups(graph, beside)).items():
+        reduced.setdefault(t, share)
     variables = _variables_read(graph, buffers)
     gathered = _each(_groups(graph, (min(read, key=lambda t: graph.tensors[t].bytes) for read in variables.values())))
     of_variable = {v: gathered[t] for v, read in variables.items() for t in read if t in gathered}
@@ -79,6 +81,22 @@ def shares(graph: Graph, buffers: Buffers, family: str) -> Shares:
         reduced,
         _each(_groups(graph, new)),
     )
+
+
+def _sums_beside(graph: Graph, known: Container[int]) -> Iterable[list[int]]:
+    """Sums over elements, such as the mean and the square of a batch normalisation, none of which needs another.
+
+    They need as many operations before them, of those that are no elementwise work: whoever needs a sum needs more.
+    """
+    before = [0] * len(graph.tensors)
+    found: dict[tuple[str, int], list[int]] = {}
+    for op in graph.ops:
+        depth = max((before[t] for t in op.inputs), default=0) + (not fusible(op))
+        for t in op.outputs:
+            before[t] = depth
+        if op.primitive == "reduce_sum" and not op.region and op.outputs[0] not in known:
+            found.setdefault((op.phase, depth), []).append(op.outputs[0])
+    return found.values()
 
 
 def _variables_read(graph: Graph, buffers: Buffers) -> dict[int, list[int]]:
