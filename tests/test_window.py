@@ -18,7 +18,7 @@ from autoshard_ilp.program.model import Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.prices import PricedRows
 from autoshard_ilp.program.window import fronts, kernels_fronts, window
-from autoshard_ilp.program.window.relations import Relations, _codes
+from autoshard_ilp.program.window.relations import Bucket, Relations, _codes
 from autoshard_ilp.program.window.relaxations import Relaxations
 from autoshard_ilp.program.window.tighten import tighten
 from program_cases import programs, tight, tight_programs
@@ -230,3 +230,10 @@ def test_coarse_fronts_bound_from_below_and_say_what_they_do_not_know(monkeypatc
         better += answer.status == "unknown" and answer.bound > found.bound * (1 + 1e-6)
     assert left_open > 3
     assert better > left_open / 2
+
+
+def test_a_bucket_may_have_lost_all_its_rows() -> None:
+    nothing = np.zeros(0, np.int64)
+    for children in ([], [(0, nothing)], [(0, nothing), (1, nothing)]):
+        bucket = Bucket(0, nothing, nothing, 1, np.zeros(0), np.zeros((0, 1), np.int64), children)
+        assert fronts._columns(bucket).shape == (0, len(children))

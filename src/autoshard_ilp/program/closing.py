@@ -53,7 +53,7 @@ PART_OF_GAP = 0.6  # .. where a plan is known
 LAST_STEP = 100.0  # the same, of the last one: after it, any plan will do
 WIDER = 0.6  # of the distance between bound and window: the next step
 WINDOW_SHARE = 0.4  # of the time left, for one window
-NARROWER = 2  # windows that hold too much, before it gives up
+NARROWER = 4  # windows that hold too much, before it gives up
 ANY_PLAN = 0.2  # relative gap of a plan that will do, where only some plan is wanted
 
 

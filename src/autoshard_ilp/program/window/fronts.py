@@ -234,7 +234,8 @@ class _Passes:
 
 def _columns(bucket: Bucket) -> np.ndarray:
     """The groups of the children, (rows, children)."""
-    return np.array([group for _, group in bucket.children], np.int64).reshape(-1, len(bucket.group)).T.copy()
+    shape = len(bucket.children), len(bucket.group)  # either may be 0
+    return np.array([group for _, group in bucket.children], np.int64).reshape(shape).T.copy()
 
 
 def _joined(parts: list[States], moments: int) -> tuple[np.ndarray, States]:
