@@ -189,14 +189,15 @@ def test_policies_left_as_too_dear_are_taken_up_where_they_may_be_faster(any_pla
     assert "no faster plan was found" in found.plan.notes[-1]
 
 
+def _costing(any_plan: Plan, seconds: float) -> Plan:
+    assert any_plan.trail is not None
+    solution = replace(any_plan.trail.solution, objective=seconds)
+    return replace(any_plan, cost=_Cost(seconds), trail=replace(any_plan.trail, solution=solution))
+
+
 def test_where_fewer_blocks_cannot_be_faster_more_are_tried(any_plan: Plan) -> None:
     """All 16 blocks in full take 7 seconds; with fewer than 12 nothing is faster, though all would fit."""
     asked: list[tuple[int, float]] = []
-
-    def plan(seconds: float) -> Plan:
-        assert any_plan.trail is not None
-        solution = replace(any_plan.trail.solution, objective=seconds)
-        return replace(any_plan, cost=_Cost(seconds), trail=replace(any_plan.trail, solution=solution))
 
     def tried(text: str, seconds: float, worse_than: float, dear: float) -> Any:
         policy = parse_policy(text)
@@ -206,13 +207,37 @@ def test_where_fewer_blocks_cannot_be_faster_more_are_tried(any_plan: Plan) -> N
         asked.append((k, worse_than))
         took = 7.0 - (16 - k) / 8 if k >= 12 else 9.0
         lower = SimpleNamespace(status="feasible", lower_bound=worse_than)
-        return plan(took) if took < worse_than else SimpleNamespace(solution=lower)
+        return _costing(any_plan, took) if took < worse_than else SimpleNamespace(solution=lower)
 
     found = search(("never", "selective"), tried, lambda failed: 16, 100.0)
     below_7, below_6_5 = pytest.approx(7.0 * (1 - GAIN)), pytest.approx(6.5 * (1 - GAIN))
     assert asked == [(16, math.inf), (8, below_7), (12, below_7), (10, below_6_5), (11, below_6_5)]
     assert found.plan is not None and found.plan.cost.total_s == 6.5
     assert "12 of 16 blocks fit, fewer are no faster or do not fit" in found.plan.notes[-1]
+
+
+def test_the_fastest_may_lie_between_numbers_of_blocks_that_were_tried(any_plan: Plan) -> None:
+    """With eight of 22 blocks the step is shortest; halving misses it, as five take less than eleven."""
+    seconds = {22: 6.25, 11: 5.91, 8: 5.72, 5: 5.89, 2: 5.87}
+    asked: list[int] = []
+
+    def tried(text: str, limit: float, worse_than: float, dear: float) -> Any:
+        k = parse_policy(text).blocks if "selective:" in text else 22
+        if text == "never":
+            return text
+        asked.append(k)
+        took = seconds.get(k, 9.0)
+        lower = SimpleNamespace(status="feasible", lower_bound=worse_than)
+        return _costing(any_plan, took) if took < worse_than else SimpleNamespace(solution=lower)
+
+    def dear(plan: Plan) -> float:  # without a budget: 5.15 seconds and 0.05 per block
+        k = next(k for k, s in seconds.items() if s == plan.cost.total_s)
+        return max(0.0, 1.0 - (5.15 + 0.05 * k) / plan.cost.total_s)
+
+    found = search(("never", "selective"), tried, lambda failed: 22, 100.0, dear=dear)
+    assert found.plan is not None and found.plan.cost.total_s == 5.72
+    assert asked[:4] == [22, 11, 5, 2]
+    assert 8 in asked and 16 not in asked, "half-way between 11 and 22 nothing can be faster"
 
 
 def test_where_memory_binds_an_eighth_of_the_blocks_less_is_tried_first(any_plan: Plan) -> None:

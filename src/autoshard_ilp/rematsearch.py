@@ -10,7 +10,8 @@ decided anew for it, and its copies are priced by their FLOP, bytes and collecti
    policy is left once it is proved dear, and the best is taken up again, as is what is not proved to be slower;
 3. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit;
 4. then halves the interval between the smallest ``k`` known to fit and the largest known not to, or not to be faster;
-   where the budget binds although all blocks recompute, by an eighth of them, and only while that is faster.
+   where the budget binds although all blocks recompute, by an eighth of them, and only while that is faster;
+5. then looks between those tried, down to an eighth of the blocks, where something faster may lie.
 
 The third step is enough where recomputation takes next to nothing and planning takes long. Of everything that fits,
 the plan with the shortest step is taken; fewer recomputed blocks leave less room for copies of weights, so the smallest
@@ -23,6 +24,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from autoshard_ilp.plan import Plan
@@ -135,7 +137,7 @@ def search(
             n_blocks = blocks_of(found.failures[0])
             # A gap left open after a long solve is more than all that fewer blocks could save.
             if took <= QUICK_SECONDS or share(answer) >= max(LEAST_SHARE, answer.gap):
-                _fewer_blocks(found, policy, smaller, tried, n_blocks, deadline, clock, dear(answer) > 0)
+                _fewer_blocks(found, policy, smaller, tried, n_blocks, deadline, clock, dear)
             else:
                 note = (
                     f"Recomputation ({policy}): it takes {share(answer):.1%} of the step, fewer blocks were not tried."
@@ -223,25 +225,42 @@ def _fewer_blocks(
     n_blocks: int,
     deadline: float,
     clock: Callable[[], float],
-    binds: bool,
+    dear: Callable[[Plan], float],
 ) -> None:
     """Bisection over the number of blocks under ``policy``; the others follow ``rest``, which alone does not fit.
 
     A number with which no plan is faster than the best one counts as one that does not fit: fewer leave less room.
-    Where the budget ``binds`` already, recomputed blocks make room that layouts would pay for; if an eighth of them
+    Where the budget binds already, recomputed blocks make room that layouts would pay for; if an eighth of them
     less is no faster, that room is worth more than the recomputation. The search then goes down in steps of an eighth,
     each twice the one before, and back, and ends within an eighth.
+
+    Fewer blocks cost less but leave layouts less room, so the fastest may lie between two that were tried: at last the
+    middle of the widest such gap is tried, while gaps are wider than an eighth, and where what the step would take
+    without a budget (in between: the mean) leaves a gain.
     """
     assert found.plan is not None
     best, low, high, slower = found.plan, 0, n_blocks, False
-    jump = fine = max(1, n_blocks // 8) if binds else 1
+    binds = dear(best) > 0
+    least = {n_blocks: best.cost.total_s * (1 - dear(best))}  # seconds without a budget; -inf where not known
+    eighth = max(1, n_blocks // 8)
+    jump = fine = eighth if binds else 1
+
+    def attempted(blocks: int) -> Any:
+        """A plan or a failure; the best plan is kept."""
+        nonlocal best
+        answer = tried(str(Policy(policy, blocks, rest)), deadline - clock(), worth(best), 1.0)
+        least[blocks] = -math.inf
+        if isinstance(answer, Plan):
+            least[blocks] = answer.cost.total_s * (1 - dear(answer))
+            best = min(best, answer, key=lambda p: p.cost.total_s)
+        return answer
+
     while high - low > fine and clock() < deadline:
         middle = max(1, high - jump) if binds and low == 0 else (low + high) // 2
         jump *= 2
-        answer = tried(str(Policy(policy, middle, rest)), deadline - clock(), worth(best), 1.0)
+        answer = attempted(middle)
         if isinstance(answer, Plan):
             high = middle
-            best = min(best, answer, key=lambda p: p.cost.total_s)
         elif _infeasible(answer):
             low = middle
             found.failures.append(answer)
@@ -254,5 +273,15 @@ def _fewer_blocks(
         searched = f"{low} are no faster or do not fit"
     else:
         searched = fewer if high - low == 1 else f"{low} do not fit, what lies between was not tried in time"
+    while clock() < deadline:
+        inside = sorted(k for k in least if k >= low)
+        gaps = [
+            (a - b, (a + b) // 2)
+            for a, b in pairwise(inside)
+            if b - a > eighth and 0.5 * (least[a] + least[b]) < worth(best)
+        ]
+        if not gaps:
+            break
+        attempted(min(gaps)[1])
     note = f"Recomputation ({best.remat_policy}): {high} of {n_blocks} blocks fit, {searched}."
     found.plan = replace(best, notes=(*best.notes, note))
