@@ -100,7 +100,7 @@ class PricedNet:
             current[int(np.argmax(self.owner.excess(self.owner.relaxed)))] = self.owner.first_price()
         for x in (self.owner.relaxed, *self.owner.seen):
             self._cut(x)
-        self._cut_planes(current, steps, deadline, SETTLE)
+        self._cut_planes(current, steps, deadline, SETTLE, RISE)
         for _ in range(ROUNDS):
             before, gap = self.bound, self.gap()
             if self.fresh or self.owner.stop() or time.monotonic() > deadline or not self._price_few():
@@ -108,7 +108,7 @@ class PricedNet:
             if self.bound - before < CLOSED * gap:
                 break
 
-    def _cut_planes(self, current: np.ndarray, steps: int, deadline: float, most: int) -> None:
+    def _cut_planes(self, current: np.ndarray, steps: int, deadline: float, most: int, rise: float) -> None:
         """Cutting planes over prices: at each, a bound by message passing and a decoded plan, which is a cut.
 
         Args:
@@ -116,6 +116,7 @@ class PricedNet:
             steps: prices tried.
             deadline: monotonic seconds.
             most: times sweeps are repeated at each.
+            rise: part of the gap by which the bound must rise for more of them.
         """
         owner, search = self.owner, self.search
         now, best = self.prices, self.messages.state()
@@ -123,7 +124,7 @@ class PricedNet:
         for _ in range(steps):
             self._move(now, current)
             now = current
-            self.settle(RISE * self.gap() if most == SETTLE else 0.0, most)
+            self.settle(rise * self.gap(), most)
             if self.messages.bound > self.bound:
                 self.bound, self.prices, best = self.messages.bound, now, self.messages.state()
                 search.prove(min(self.bound, search.upper))
@@ -173,7 +174,7 @@ class PricedNet:
 
     def raise_bound(self, steps: int) -> None:
         """Sweep for long, at the best prices and at those that plans met on the way ask for."""
-        self._cut_planes(self.prices, steps, self.search.deadline, LONG_SETTLE)
+        self._cut_planes(self.prices, steps, self.search.deadline, LONG_SETTLE, 0.0)
 
     def better_prices(self, prices: np.ndarray) -> bool:
         """Takes these prices if their bound is better; False when it did not gain much."""

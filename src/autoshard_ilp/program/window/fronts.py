@@ -154,29 +154,30 @@ class _Passes:
         alive &= (rest + own <= self.within.limits).all(axis=1)
         bucket.keep(alive)
         at = np.concatenate(([0], np.cumsum(np.bincount(bucket.group, minlength=bucket.groups)))).astype(np.int64)
-        begins = np.concatenate(([0], np.cumsum([len(self.fronts[c].states.cost) for c, _ in bucket.children])))
+        children, first = self._children(bucket)
         rows = Rows(at, bucket.cost, np.ascontiguousarray(bucket.used), own[alive], _columns(bucket), rest[alive])
         ended, exact, alive, states, origin = compiled.forward(
-            rows, self._children(bucket), self.rests[number], fitting, self.within, most, WORK
+            rows, children, self.rests[number], fitting, self.within, most, WORK
         )
         if not ended:
             return False
         bucket.keep(alive)
         origin[:, 0] = (np.cumsum(alive) - 1)[origin[:, 0]]
-        origin[:, 1:] -= begins[:-1].astype(np.int64)
+        origin[:, 1:] -= first
         value = relaxed.value(states.cost, states.used)
         least = kernels.least_by(np.repeat(np.arange(bucket.groups), np.diff(states.at)), value, bucket.groups)
         self.fronts.append(Front(states, value, origin, least))
         self.exact = self.exact and exact
         return True
 
-    def _children(self, bucket: Bucket) -> Children:
+    def _children(self, bucket: Bucket) -> tuple[Children, np.ndarray]:
+        """The fronts of the children, and where each one's states begin."""
         parts = [self.fronts[child] for child, _ in bucket.children]
-        begins, states = _joined([p.states for p in parts], bucket.used.shape[1])
+        begins, first, states = _joined([p.states for p in parts], bucket.used.shape[1])
         none = np.zeros((0, len(self.within.limits)))
         value = np.concatenate([p.value for p in parts] or [none])
         least = np.concatenate([np.vstack((p.least, np.zeros((1, none.shape[1])))) for p in parts] or [none])
-        return Children(begins, states, value, least)
+        return Children(begins, states, value, least), first
 
     def _backward(self, most: int) -> bool:
         """Fronts of the rest of the plan, for all groups; False where it takes too long."""
@@ -189,7 +190,7 @@ class _Passes:
                 if time.monotonic() > self.deadline:
                     return False
                 others = bucket.children[:place] + bucket.children[place + 1 :]
-                begins, fronts = _joined([self.fronts[c].states for c, _ in others], bucket.used.shape[1])
+                begins, _, fronts = _joined([self.fronts[c].states for c, _ in others], bucket.used.shape[1])
                 ended, rests[child] = compiled.backward(
                     np.argsort(group, kind="stable"),
                     group,
@@ -238,11 +239,11 @@ def _columns(bucket: Bucket) -> np.ndarray:
     return np.array([group for _, group in bucket.children], np.int64).reshape(shape).T.copy()
 
 
-def _joined(parts: list[States], moments: int) -> tuple[np.ndarray, States]:
-    """Where the groups of each begin, and all of them as one."""
-    begins = np.concatenate(([0], np.cumsum([len(p.at) for p in parts]))).astype(np.int64)
-    first = np.concatenate(([0], np.cumsum([len(p.cost) for p in parts]))).astype(np.int64)
-    at = np.concatenate([p.at + b for p, b in zip(parts, first[:-1], strict=True)] or [np.zeros(0, np.int64)])
+def _joined(parts: list[States], moments: int) -> tuple[np.ndarray, np.ndarray, States]:
+    """Where the groups of each begin and where its states do, and all of them as one."""
+    begins = np.concatenate(([0], np.cumsum([len(p.at) for p in parts]))).astype(np.int64)[:-1]
+    first = np.concatenate(([0], np.cumsum([len(p.cost) for p in parts]))).astype(np.int64)[:-1]
+    at = np.concatenate([p.at + b for p, b in zip(parts, first, strict=True)] or [np.zeros(0, np.int64)])
     cost = np.concatenate([p.cost for p in parts] or [np.zeros(0)])
     used = np.concatenate([p.used for p in parts] or [np.zeros((0, moments), np.int64)])
-    return begins[:-1], States(at, cost, used)
+    return begins, first, States(at, cost, used)
