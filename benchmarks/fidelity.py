@@ -20,24 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cases import REDUCED, Case
 from common import RESULTS, answer, commit, import_everything, in_own_process, machine, table
 
-MODELS: dict[str, tuple[str, int, int | None]] = {
-    "gpt2_small": ("hub:gpt2_small?layers=2", 16, 1024),
-    "llama3_8b": ("hub:llama3_8b?layers=2", 8, 1024),
-    "bert_base": ("hub:bert_base?layers=2", 32, 512),
-    "vit_base": ("hub:vit_base?layers=2", 128, None),
-    "opt_6.7b": ("hub:opt_6.7b?layers=2", 8, 1024),
-    "mistral_7b": ("hub:mistral_7b?layers=2", 8, 1024),
-    "gemma2_2b": ("hub:gemma2_2b?layers=2", 8, 1024),
-    "gemma3_1b": ("hub:gemma3_1b?layers=2", 8, 1024),
-    "mixtral_8x7b": ("hub:mixtral_8x7b?layers=1", 8, 512),
-    "wide_mlp": ("wide_mlp", 1024, None),
-    "resnet50": ("hub:resnet50", 256, None),
-    "mobilenet_v2": ("hub:mobilenet_v2", 256, None),
-    "lstm": ("lstm", 128, None),
-}
-"""Name -> factory, global batch, sequence length: true width, few layers."""
+MODELS = {**REDUCED, "mixtral_8x7b": ("hub:mixtral_8x7b?layers=1", 8, 512)}
+"""Name -> factory, global batch, sequence length."""
 
 TARGETS: dict[str, dict[str, int]] = {
     "h100:8": {"data": 2, "model": 4},
@@ -79,8 +66,6 @@ def case_names() -> list[str]:
 def measure(name: str, time_limit: float) -> list[dict[str, Any]]:
     """Plans and compiles one case."""
     import_everything()
-    from cases import Case
-
     import autoshard_ilp as autoshard
 
     model, target, mode, budget = name.split(" / ")
