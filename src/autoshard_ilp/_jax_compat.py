@@ -204,9 +204,10 @@ def like_equation(eqn: Any, name_stack: Any) -> Iterator[None]:
         yield
 
 
-def trace_like(eqn: Any, function: Any) -> Any:
-    """Closed jaxpr of ``function`` on the equation's operand types; its equations point to the same source line."""
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+def trace_like(eqn: Any, function: Any, avals: Sequence[Any] | None = None) -> Any:
+    """Closed jaxpr of ``function`` on ``avals`` (None: the equation's operand types), from the same source line."""
+    if avals is None:
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     with _source_info.user_context(eqn.source_info.traceback, name_stack=empty_name_stack()):
         return jax.make_jaxpr(function)(*avals)
 

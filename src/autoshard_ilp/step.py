@@ -72,14 +72,16 @@ def graph_of(
 def whole_graph(infos: Any, while_trip_count: int | None = None) -> Graph:
     """The graph of a traced step before rematerialisation and hubs: the same under every policy."""
     from autoshard_ilp.graph import build_graph
+    from autoshard_ilp.groups import merge_groups
 
-    return build_graph(
+    graph = build_graph(
         infos.closed_jaxpr,
         argument_paths=[a.path for a in infos.arguments],
         result_paths=[r.path for r in infos.results],
         aliases=infos.aliases,
         while_trip_count=while_trip_count,
     )
+    return merge_groups(graph)
 
 
 def check_trip_count(while_trip_count: Any) -> int | None:
