@@ -15,9 +15,10 @@ from keras import layers
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.errors import InputShapeError
+from autoshard_ilp.fewerblocks import GAIN
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.remat import POLICIES, Policy, parse_policy
-from autoshard_ilp.rematsearch import DEAR_SHARE, GAIN, recomputed_share, search
+from autoshard_ilp.rematsearch import DEAR_SHARE, recomputed_share, search
 from profiles_for_tests import toy
 
 MESH = {"data": 8}
@@ -288,3 +289,65 @@ def test_the_search_ends_with_its_time(any_plan: Plan) -> None:
     ticks = iter(range(100))
     found = search(POLICIES, _Planner(1024, 1000.0, any_plan), lambda failed: 1024, 1.5, lambda: float(next(ticks)))
     assert found.plan is not None and any("was not tried in time" in note for note in found.plan.notes)
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_an_interrupt_ends_the_search_with_the_best_plan(raised: bool, any_plan: Plan) -> None:
+    """Raised where a policy has no plan yet, or told by a plan that is as good as it had become by then."""
+    planner = _Planner(16, 12, any_plan)
+    asked: list[str] = []
+
+    def tried(text: str, *rest: Any) -> Any:
+        asked.append(text)
+        if len(asked) < 4:
+            return planner(text, *rest)
+        if raised:
+            raise KeyboardInterrupt
+        plan = planner("selective:8", *rest)
+        solution = replace(plan.trail.solution, report={"interrupted": True})
+        return replace(plan, trail=replace(plan.trail, solution=solution))
+
+    found = search(POLICIES, tried, lambda failed: 16, 100.0)
+    assert len(asked) == 4 and found.plan is not None and "Interrupted" in found.plan.notes[-1]
+    assert found.plan.remat_policy == (asked[2] if raised else "selective:8")
+
+
+def test_an_interrupt_before_any_plan_goes_on(any_plan: Plan) -> None:
+    def tried(text: str, *rest: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(POLICIES, tried, lambda failed: 16, 100.0)
+
+
+@pytest.mark.parametrize(("room", "blocks"), [(350, 500), (375.5, 449), (399, 402), (305, 590)])
+def test_what_plans_need_without_a_budget_leads_to_the_blocks(room: float, blocks: int, any_plan: Plan) -> None:
+    """Bytes even over 600 blocks: the guess is right, and a step below it confirms that; with other bytes it is wrong,
+    and the answer the same."""
+    for wrong, most in ((0.0, 6), (0.1, 9)):
+        planner = _Planner(600, room, any_plan)
+
+        def need(answer: Any, wrong: float = wrong) -> float:
+            return 600 / room * (1 + wrong) if isinstance(answer, str) else 300 / room
+
+        found = search(("never", "selective"), planner, lambda failed: 600, 100.0, need=need)
+        assert found.plan is not None and found.plan.remat_policy == f"selective:{blocks}"
+        assert len(planner.asked) <= 2 + most, "halving takes ten"
+
+
+def test_where_a_plan_takes_long_fewer_blocks_have_to_save_much(any_plan: Plan) -> None:
+    """The number at which memory begins to bind is tried, an eighth less is not."""
+    planner = _Planner(320, 240, any_plan, seconds={"never": 10.0, "selective": 10.6, "full": 12.0})
+    clock = functools.partial(next, itertools.count(0.0, 11.0))
+
+    def need(answer: Any) -> float:
+        return 1.5 if isinstance(answer, str) else 0.5
+
+    def share(plan: Plan) -> float:
+        blocks = parse_policy(plan.remat_policy).blocks or 320
+        return 0.6 * blocks / (10.0 * 320 + 0.6 * blocks)
+
+    found = search(("never", "selective"), planner, lambda failed: 320, 1e6, clock, share=share, need=need)
+    assert planner.asked == ["never", "selective", "selective:160"]
+    assert found.plan is not None and found.plan.remat_policy == "selective:160"
+    assert "120 could save 0.7% of the step at most" in found.plan.notes[-1]

@@ -43,6 +43,27 @@ class Failure:
         return replace(self, table=None, built=None)
 
 
+NEARLY_GAP = 0.01
+"""Relative gap of a plan that only has to show how much memory fast plans take."""
+
+NEARLY_PART = 0.1
+"""Of the time limit: what finding it may take."""
+
+
+def free_peak_bytes(failure: Failure, request: Request) -> float:
+    """Bytes per device at the peak of the fastest plan if there were no budget, nearly; NaN where none was found."""
+    from autoshard_ilp.program import solve
+
+    if failure.built is None:
+        return math.nan
+    program = replace(failure.built.program, capacity=None)
+    options = replace(request.solver, relative_gap=max(NEARLY_GAP, request.solver.relative_gap))
+    found = solve(program, within(options, NEARLY_PART * request.solver.time_limit))
+    if found.report.get("interrupted"):
+        raise KeyboardInterrupt
+    return math.nan if found.choices is None else float(program.peak(found.choices))
+
+
 @dataclass(frozen=True, eq=False)
 class Priced:
     """A cost table and the program built from it."""

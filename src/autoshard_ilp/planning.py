@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoshard_ilp.agreement import facts_of_step, planned_once
-from autoshard_ilp.attempt import Failure, attempt
+from autoshard_ilp.attempt import Failure, attempt, free_peak_bytes
 from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.halving import Binds
 from autoshard_ilp.infeasible import infeasible
@@ -66,10 +67,24 @@ def _search(
         return answer.without_tables() if between and isinstance(answer, Failure) else answer
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
-    found = search(policies, tried, blocks, limit, share=recomputed_share, dear=memory_share)
+    found = search(
+        policies, tried, blocks, limit, share=recomputed_share, dear=memory_share, need=needed_share(request)
+    )
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)
+
+
+def needed_share(request: Request) -> Callable[[Plan | Failure], float]:
+    """Answer -> share of the budget that the fastest plan without a budget would take, as a search wants it."""
+
+    def share(answer: Plan | Failure) -> float:
+        if request.capacity is None or (isinstance(answer, Plan) and memory_share(answer) > 0):
+            return math.nan
+        held = answer.memory.peak_bytes if isinstance(answer, Plan) else free_peak_bytes(answer, request)
+        return held / request.capacity
+
+    return share
 
 
 def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **options: Any) -> Plan:

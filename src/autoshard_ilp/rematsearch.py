@@ -9,13 +9,10 @@ decided anew for it, and its copies are priced by their FLOP, bytes and collecti
 2. if it fits but the budget makes it dear, recomputes all blocks, selectively or in full, and takes the fastest: each
    policy is left once it is proved dear, and the best is taken up again, as is what is not proved to be slower;
 3. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit;
-4. then halves the interval between the smallest ``k`` known to fit and the largest known not to, or not to be faster;
-   where the budget binds although all blocks recompute, by an eighth of them, and only while that is faster;
-5. then looks between those tried, down to an eighth of the blocks, where something faster may lie.
+4. then looks for a smaller ``k`` that is faster (:mod:`autoshard_ilp.fewerblocks`).
 
 The third step is enough where recomputation takes next to nothing and planning takes long. Of everything that fits,
-the plan with the shortest step is taken; fewer recomputed blocks leave less room for copies of weights, so the smallest
-``k`` need not be it. ``plan.notes`` says what was searched.
+the plan with the shortest step is taken. ``plan.notes`` says what was searched.
 """
 
 from __future__ import annotations
@@ -23,18 +20,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
+from autoshard_ilp.fewerblocks import FewerBlocks, Found, Tried, recomputation_is_short, worth
 from autoshard_ilp.plan import Plan
-from autoshard_ilp.remat import Policy
-
-LEAST_SHARE = 0.005
-"""Recomputation that takes less of the step than this is not worth a long search for fewer blocks."""
-
-QUICK_SECONDS = 10.0
-"""A search is long when one plan takes more than this."""
 
 FIRST_PART = 0.9
 """Of the time left: what a plan that recomputes all blocks may take, when fewer are tried after it. One that takes all
@@ -45,10 +35,6 @@ NEVER_PART = 0.8
 
 DEAR_SHARE = 0.05
 """Where the budget adds more than this share of the step, recomputation may be cheaper than layouts that hold less."""
-
-GAIN = 1e-3
-"""Relative gain from which a plan with other recomputation is taken instead of a good one: what saves less is not worth
-the proof that it does not."""
 
 LEAST_PART = 0.25
 """Of the time limit: what every policy may take at least."""
@@ -77,22 +63,6 @@ def memory_share(plan: Plan) -> float:
     return max(0.0, 1.0 - bound / solution.objective)
 
 
-Tried = Callable[[str, float, float, float], Any]
-
-
-def worth(plan: Plan) -> float:
-    """The objective, in seconds, below which another plan is worth more; infinite where a plan's is not known."""
-    return math.inf if plan.trail is None else float(plan.trail.solution.objective) * (1 - GAIN)
-
-
-@dataclass
-class Found:
-    """What a search found: the best plan that fits, or none, and the failures on the way."""
-
-    plan: Plan | None = None
-    failures: list[Any] = field(default_factory=list)
-
-
 def search(
     policies: Sequence[str],
     tried: Tried,
@@ -101,8 +71,11 @@ def search(
     clock: Callable[[], float] = time.monotonic,
     share: Callable[[Plan], float] = lambda plan: 1.0,
     dear: Callable[[Plan], float] = lambda plan: 0.0,
+    need: Callable[[Any], float] = lambda answer: math.nan,
 ) -> Found:
     """Plans under as little rematerialisation as fits.
+
+    An interrupt ends the search with the best plan found; it goes on to the caller where there is none.
 
     Args:
         policies: allowed ones, from the fastest to the smallest; with "never" among them, the number of recomputed
@@ -113,12 +86,48 @@ def search(
         blocks_of: number of blocks, from the failure of "never".
         time_limit: seconds of solving, of all policies together; a first plan that fits is looked for in any case.
         clock: seconds that only grow.
-        share: share of a plan's step that recomputation takes; where planning takes long and this is below
-            :data:`LEAST_SHARE` or below the plan's gap, fewer blocks are not tried.
+        share: share of a plan's step that recomputation takes; where planning takes long and this is small, or below
+            the plan's gap, fewer blocks are not tried.
         dear: share of a plan's step that the budget adds; above :data:`DEAR_SHARE`, a plan that recomputes nothing is
             compared with plans that do.
+        need: of a plan or a failure, the share of the budget that the fastest plan without a budget would take; NaN
+            where that is not known.
     """
     found = Found()
+
+    def asked(policy: str, seconds: float, cutoff: float, share_of_budget: float) -> Any:
+        answer = tried(policy, seconds, cutoff, share_of_budget)
+        if isinstance(answer, Plan) and _was_interrupted(answer):
+            found.offer(answer)
+            raise KeyboardInterrupt
+        return answer
+
+    try:
+        _search(found, policies, asked, blocks_of, time_limit, clock, share, dear, need)
+    except KeyboardInterrupt:
+        if found.plan is None:
+            raise
+        note = f"Interrupted: the best plan found until then; it recomputes {found.plan.remat_policy!r}."
+        found.plan = replace(found.plan, notes=(*found.plan.notes, note))
+    return found
+
+
+def _was_interrupted(plan: Plan) -> bool:
+    return plan.trail is not None and bool(plan.trail.solution.report.get("interrupted"))
+
+
+def _search(
+    found: Found,
+    policies: Sequence[str],
+    tried: Tried,
+    blocks_of: Callable[[Any], int],
+    time_limit: float,
+    clock: Callable[[], float],
+    share: Callable[[Plan], float],
+    dear: Callable[[Plan], float],
+    need: Callable[[Any], float],
+) -> None:
+    """:func:`search`, which keeps in ``found`` what it has."""
     smaller, deadline = "never", clock() + time_limit
     for policy in policies:
         fewer = policy != "never" and bool(found.failures) and policies[0] == "never"
@@ -134,19 +143,17 @@ def search(
             continue
         found.plan = answer
         if fewer:
-            n_blocks = blocks_of(found.failures[0])
-            # A gap left open after a long solve is more than all that fewer blocks could save.
-            if took <= QUICK_SECONDS or share(answer) >= max(LEAST_SHARE, answer.gap):
-                _fewer_blocks(found, policy, smaller, tried, n_blocks, deadline, clock, dear)
-            else:
+            if recomputation_is_short(answer, took, share):
                 note = (
                     f"Recomputation ({policy}): it takes {share(answer):.1%} of the step, fewer blocks were not tried."
                 )
                 found.plan = replace(answer, notes=(*answer.notes, note))
+            else:
+                blocks = blocks_of(found.failures[0])
+                FewerBlocks(found, policy, smaller, tried, blocks, deadline, clock, share, dear, need).run(took)
         elif policy == "never" and len(policies) > 1 and dear(answer) > DEAR_SHARE:
             _recomputed_instead(found, policies[1:], tried, lambda: deadline - clock(), dear)
         break
-    return found
 
 
 def _recomputed_instead(
@@ -167,7 +174,7 @@ def _recomputed_instead(
         answer = tried(policy, left() / (len(policies) - number), worth(best), 1.0 if last else DEAR_SHARE)
         unproved.append(_Open.of(answer))
         if isinstance(answer, Plan) and answer.cost.total_s < best.cost.total_s:
-            best = answer
+            best = found.plan = answer
             if dear(best) <= DEAR_SHARE:
                 break
     for one in sorted((x for x in unproved if x is not None), key=lambda x: x.seconds):
@@ -176,7 +183,7 @@ def _recomputed_instead(
             continue
         answer = tried(one.policy, left(), math.inf if own else worth(best), 1.0)
         if isinstance(answer, Plan) and answer.cost.total_s <= best.cost.total_s:
-            best = answer
+            best = found.plan = answer
     if best.remat_policy == first.remat_policy:
         note = f"The budget adds up to {dear(best):.0%} to the step; with recomputation no faster plan was found."
     elif _Open.of(first) is None:
@@ -209,79 +216,3 @@ class _Open:
         if solution is None or solution.status != "feasible":
             return None
         return _Open(policy, seconds, float(solution.lower_bound))
-
-
-def _infeasible(failure: Any) -> bool:
-    """Whether it is proved that nothing fits, rather than that nothing was found in time."""
-    solution = getattr(failure, "solution", None)
-    return solution is None or solution.status == "infeasible"
-
-
-def _fewer_blocks(
-    found: Found,
-    policy: str,
-    rest: str,
-    tried: Tried,
-    n_blocks: int,
-    deadline: float,
-    clock: Callable[[], float],
-    dear: Callable[[Plan], float],
-) -> None:
-    """Bisection over the number of blocks under ``policy``; the others follow ``rest``, which alone does not fit.
-
-    A number with which no plan is faster than the best one counts as one that does not fit: fewer leave less room.
-    Where the budget binds already, recomputed blocks make room that layouts would pay for; if an eighth of them
-    less is no faster, that room is worth more than the recomputation. The search then goes down in steps of an eighth,
-    each twice the one before, and back, and ends within an eighth.
-
-    Fewer blocks cost less but leave layouts less room, so the fastest may lie between two that were tried: at last the
-    middle of the widest such gap is tried, while gaps are wider than an eighth, and where what the step would take
-    without a budget (in between: the mean) leaves a gain.
-    """
-    assert found.plan is not None
-    best, low, high, slower = found.plan, 0, n_blocks, False
-    binds = dear(best) > 0
-    least = {n_blocks: best.cost.total_s * (1 - dear(best))}  # seconds without a budget; -inf where not known
-    eighth = max(1, n_blocks // 8)
-    jump = fine = eighth if binds else 1
-
-    def attempted(blocks: int) -> Any:
-        """A plan or a failure; the best plan is kept."""
-        nonlocal best
-        answer = tried(str(Policy(policy, blocks, rest)), deadline - clock(), worth(best), 1.0)
-        least[blocks] = -math.inf
-        if isinstance(answer, Plan):
-            least[blocks] = answer.cost.total_s * (1 - dear(answer))
-            best = min(best, answer, key=lambda p: p.cost.total_s)
-        return answer
-
-    while high - low > fine and clock() < deadline:
-        middle = max(1, high - jump) if binds and low == 0 else (low + high) // 2
-        jump *= 2
-        answer = attempted(middle)
-        if isinstance(answer, Plan):
-            high = middle
-        elif _infeasible(answer):
-            low = middle
-            found.failures.append(answer)
-        elif answer.solution.lower_bound >= worth(best):
-            low, slower = middle, True
-        else:
-            break  # out of time
-    fewer = "fewer are no faster or do not fit" if slower else "fewer do not fit"
-    if high - low <= fine and binds:
-        searched = f"{low} are no faster or do not fit"
-    else:
-        searched = fewer if high - low == 1 else f"{low} do not fit, what lies between was not tried in time"
-    while clock() < deadline:
-        inside = sorted(k for k in least if k >= low)
-        gaps = [
-            (a - b, (a + b) // 2)
-            for a, b in pairwise(inside)
-            if b - a > eighth and 0.5 * (least[a] + least[b]) < worth(best)
-        ]
-        if not gaps:
-            break
-        attempted(min(gaps)[1])
-    note = f"Recomputation ({best.remat_policy}): {high} of {n_blocks} blocks fit, {searched}."
-    found.plan = replace(best, notes=(*best.notes, note))

@@ -1,0 +1,223 @@
+"""Recomputing fewer blocks than all of them: the part of a search in which only the number of blocks changes.
+
+Fewer recomputed blocks cost less but leave layouts and copies of weights less room, so the smallest number that fits
+need not be the fastest, and the fastest may lie between two that were tried. What is known between two numbers is
+where the plans that are best *without* a budget go: their seconds and their bytes grow evenly with the blocks. So
+
+1. the first number tried is the one at which those bytes, as of all blocks and of none, meet the budget; from there
+   the search goes by growing steps until past the answer, and then half-way between the smallest number known to fit
+   and the largest known not to, or not to be faster;
+2. where the budget binds although all blocks recompute, recomputed blocks make room that layouts would pay for. If an
+   eighth of them less is no faster, that room is worth more than the recomputation; the search goes down in steps of an
+   eighth, each twice the one before, and back, and ends within an eighth;
+3. at last the middles of the gaps wider than an eighth are tried, where what the step would take without a budget (in
+   between: the mean) leaves a gain.
+
+Where one plan takes long, fewer blocks are tried only if they may save :data:`LONG_GAIN` of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from autoshard_ilp.plan import Plan
+from autoshard_ilp.remat import Policy
+
+Tried = Callable[[str, float, float, float], Any]
+"""Policy, most seconds, objective that a plan has to be below, share that a budget may add -> plan or failure."""
+
+LEAST_SHARE = 0.005
+"""Recomputation that takes less of the step than this is not worth a long search for fewer blocks."""
+
+QUICK_SECONDS = 10.0
+"""A search is long when one plan takes more than this."""
+
+LONG_GAIN = 0.01
+"""Share of the step that fewer blocks may have to save where one plan takes long."""
+
+GAIN = 1e-3
+"""Relative gain from which a plan with other recomputation is taken instead of a good one: what saves less is not worth
+the proof that it does not."""
+
+
+def worth(plan: Plan) -> float:
+    """The objective, in seconds, below which another plan is worth more; infinite where a plan's is not known."""
+    return math.inf if plan.trail is None else float(plan.trail.solution.objective) * (1 - GAIN)
+
+
+def recomputation_is_short(plan: Plan, took: float, share: Callable[[Plan], float]) -> bool:
+    """Whether fewer blocks could not save what another plan takes to find.
+
+    A gap left open after a long solve is more than all that fewer blocks could save.
+    """
+    return took > QUICK_SECONDS and share(plan) < max(LEAST_SHARE, plan.gap)
+
+
+@dataclass
+class Found:
+    """What a search found: the best plan that fits, or none, and the failures on the way."""
+
+    plan: Plan | None = None
+    failures: list[Any] = field(default_factory=list)
+
+    def offer(self, plan: Plan) -> None:
+        """Takes the plan if it is faster than the one there is."""
+        if self.plan is None or plan.cost.total_s < self.plan.cost.total_s:
+            self.plan = plan
+
+
+def _infeasible(failure: Any) -> bool:
+    """Whether it is proved that nothing fits, rather than that nothing was found in time."""
+    solution = getattr(failure, "solution", None)
+    return solution is None or solution.status == "infeasible"
+
+
+class FewerBlocks:
+    """One search below ``found.plan``, which recomputes all blocks under ``policy``; the others follow ``rest``.
+
+    Args:
+        found: plan and failures so far, of which the last one is that of ``rest`` alone; holds the answer after
+            :meth:`run`.
+        policy, rest: names of policies.
+        n_blocks: all blocks.
+        deadline: time of ``clock`` after which nothing is tried.
+        tried, clock, share, dear, need: as for :func:`autoshard_ilp.rematsearch.search`.
+    """
+
+    def __init__(
+        self,
+        found: Found,
+        policy: str,
+        rest: str,
+        tried: Tried,
+        n_blocks: int,
+        deadline: float,
+        clock: Callable[[], float],
+        share: Callable[[Plan], float],
+        dear: Callable[[Plan], float],
+        need: Callable[[Any], float],
+    ) -> None:
+        self.found, self.policy, self.rest, self.n_blocks = found, policy, rest, n_blocks
+        self.tried, self.deadline, self.clock = tried, deadline, clock
+        self.share, self.dear, self.need = share, dear, need
+        self.low, self.high = 0, n_blocks
+        self.binds = dear(self.best) > 0
+        self.eighth = max(1, n_blocks // 8)
+        self.least = {n_blocks: self._without_budget(self.best)}  # seconds; -inf where not known
+        self.long = False  # one plan takes long
+        self.slower = False  # a number of blocks fits, or may, but is no faster
+
+    @property
+    def best(self) -> Plan:
+        """The fastest plan so far."""
+        assert self.found.plan is not None
+        return self.found.plan
+
+    def run(self, took: float) -> None:
+        """Search; ``took`` are the seconds of the plan that recomputes all blocks."""
+        saves_little = self._narrow(took)
+        if saves_little is None:
+            self._look_between()
+        fewer = "fewer are no faster or do not fit" if self.slower else "fewer do not fit"
+        if saves_little is not None:
+            blocks, part = saves_little
+            searched = f"{blocks} could save {part:.1%} of the step at most and were not tried"
+        elif self.high - self.low <= self.eighth and self.binds:
+            searched = f"{self.low} are no faster or do not fit"
+        elif self.high - self.low == 1:
+            searched = fewer
+        else:
+            searched = f"{self.low} do not fit, what lies between was not tried in time"
+        note = f"Recomputation ({self.best.remat_policy}): {self.high} of {self.n_blocks} blocks fit, {searched}."
+        self.found.plan = replace(self.best, notes=(*self.best.notes, note))
+
+    def _narrow(self, took: float) -> tuple[int, float] | None:
+        """Raise ``low`` and lower ``high``. A number of blocks that is not worth a long try, and what it may save."""
+        self.long = took > QUICK_SECONDS
+        fine = self.eighth if self.binds else 1
+        steps = self._down() if self.binds else self._around_guess()
+        while self.high - self.low > fine and self.clock() < self.deadline:
+            middle = next(steps)
+            part = self.share(self.best) * (self.high - middle) / self.high
+            if self.long and part < LONG_GAIN:
+                return middle, part
+            began = self.clock()
+            answer = self._attempt(middle)
+            self.long = self.clock() - began > QUICK_SECONDS
+            if isinstance(answer, Plan):
+                self.high = middle
+            elif _infeasible(answer):
+                self.low = middle
+                self.found.failures.append(answer)
+            elif answer.solution.lower_bound >= worth(self.best):
+                self.low, self.slower = middle, True
+            else:
+                break  # out of time
+        return None
+
+    def _down(self) -> Any:
+        """By an eighth, two, four, ...; half-way once a number is known that is too small."""
+        jump = self.eighth
+        while True:
+            yield max(1, self.high - jump) if self.low == 0 else self._middle()
+            jump *= 2
+
+    def _around_guess(self) -> Any:
+        """The guess; from there by small steps, each twice the one before, until past the answer; then half-way."""
+        guess = self._guess()
+        if guess is not None:
+            yield guess
+            jump = self.eighth if self.long else max(1, self.n_blocks // 64)
+            while guess in (self.low, self.high):
+                guess = guess - jump if guess == self.high else guess + jump
+                if not self.low < guess < self.high:
+                    break
+                yield guess
+                jump *= 2
+        while True:
+            yield self._middle()
+
+    def _guess(self) -> int | None:
+        """Where what the fastest plans need without a budget, evenly between none and all blocks, meets the budget."""
+        if self.n_blocks <= 8:
+            return None
+        of_all = self.need(self.best)
+        of_none = self.need(self.found.failures[-1]) if of_all <= 1 else math.nan
+        if not of_none > 1 >= of_all:
+            return None
+        guess = math.ceil(self.n_blocks * (of_none - 1) / (of_none - of_all))
+        return min(self.n_blocks - 1, max(1, guess))
+
+    def _middle(self) -> int:
+        return (self.low + self.high) // 2
+
+    def _look_between(self) -> None:
+        """Try the middles of wide gaps between the numbers tried."""
+        while self.clock() < self.deadline:
+            inside = sorted(k for k in self.least if k >= self.low)
+            gaps = [
+                (a - b, (a + b) // 2)
+                for a, b in pairwise(inside)
+                if b - a > self.eighth and 0.5 * (self.least[a] + self.least[b]) < worth(self.best)
+            ]
+            if not gaps:
+                break
+            self._attempt(min(gaps)[1])
+
+    def _attempt(self, blocks: int) -> Any:
+        """A plan or a failure; the best plan is kept."""
+        policy = str(Policy(self.policy, blocks, self.rest))
+        answer = self.tried(policy, self.deadline - self.clock(), worth(self.best), 1.0)
+        self.least[blocks] = -math.inf
+        if isinstance(answer, Plan):
+            self.least[blocks] = self._without_budget(answer)
+            self.found.offer(answer)
+        return answer
+
+    def _without_budget(self, plan: Plan) -> float:
+        """Seconds that a plan's step would take without a budget."""
+        return plan.cost.total_s * (1 - self.dear(plan))
