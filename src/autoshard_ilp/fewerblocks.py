@@ -190,6 +190,8 @@ class FewerBlocks:
         if not of_none > 1 >= of_all:
             return None
         guess = math.ceil(self.n_blocks * (of_none - 1) / (of_none - of_all))
+        if self.long:  # a budget that binds by little takes longest
+            guess += self.n_blocks // 64
         return min(self.n_blocks - 1, max(1, guess))
 
     def _middle(self) -> int:
