@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from autoshard_ilp.program import brute_force, core, solve, strong
+from autoshard_ilp.program import brute_force, solve, strong
 from autoshard_ilp.program.bounds import Messages
-from autoshard_ilp.program.core import can_branch
+from autoshard_ilp.program.core import trial_cells
 from autoshard_ilp.program.mathopt import solve_mathopt
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, build_net
@@ -115,8 +115,24 @@ def test_a_program_that_rounds_leave_open_is_proved_by_branches() -> None:
     assert second.lower_bound <= solution.objective * (1 + 1e-6) and solution.objective <= second.objective * (1 + 1e-9)
 
 
-def test_wide_nodes_with_large_tables_are_left_to_elimination(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = build_net(frustrated(0, 3))
-    assert can_branch(net)
-    monkeypatch.setattr(core, "TRIED", 10.0)
-    assert not can_branch(net)
+def test_what_trying_every_strategy_of_a_node_takes() -> None:
+    assert trial_cells(build_net(frustrated(0, 3))) == 9 * 2 * 9 * 3, "18 tables of 9 cells, 3 strategies"
+
+
+def test_branches_left_open_are_taken_up_again() -> None:
+    """Where limits are widened in between."""
+    program = frustrated(0, 6)
+    best = solve(program, SolverOptions(time_limit=100.0)).objective
+    costs, bounds = [math.inf], [-math.inf]
+
+    def offer(choices: np.ndarray) -> float:
+        costs.append(program.cost(choices))
+        return min(costs)
+
+    search = StrongBranching(offer, bounds.append, lambda: len(costs) == 2, math.inf)
+    search.run(build_net(program), math.inf)
+    assert search.open and search.nodes == 1 and max(bounds) < best
+    search.done = lambda: False
+    with pytest.raises(EmptyNodeError):
+        search.resume()
+    assert close(min(costs), best)

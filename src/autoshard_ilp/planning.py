@@ -59,10 +59,9 @@ def _search(
             graph = step(policy)
         known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds}
         between = policy not in policies
+        binds = Binds.LIKELY if tight else Binds.PERHAPS
         if between:  # fewer blocks: surely where the budget binds with all of them, else from some number on
             binds = Binds.SURELY if bound else Binds.PERHAPS
-        else:
-            binds = Binds.LIKELY if tight else Binds.PERHAPS
         answer = attempt(graph, traced, request, progress, cutoff=cutoff, dear=dear, binds=binds, **known)
         if not between:
             bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0

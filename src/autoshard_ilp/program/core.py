@@ -1,8 +1,9 @@
 """Presolve and message passing in turn, then branching: the exact descent that solves most programs without OR-Tools.
 
 Each round shrinks the net exactly, raises the bound, finds plans and removes what cannot be in a better plan. Most
-programs are solved after a few. What is left is branched on (:mod:`autoshard_ilp.program.strong`) or, where nodes have
-many strategies and tables many cells, eliminated with ever larger tables: fewer strategies make that affordable.
+programs are solved after a few. What is left is branched on (:mod:`autoshard_ilp.program.strong`); where nodes have
+many strategies and tables many cells, plans within ever wider limits are looked for first
+(:mod:`autoshard_ilp.program.widening`), and what that leaves is eliminated with ever larger tables.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
 from autoshard_ilp.program.presolve import Presolve
 from autoshard_ilp.program.strong import StrongBranching
+from autoshard_ilp.program.widening import Widening
 
 # Most neighbours and most table cells of an eliminated node, round by round.
 ROUNDS = (
@@ -32,7 +34,9 @@ ROUNDS = (
     (99, 8_000_000),
 )
 BEFORE_BRANCHING = 2  # rounds
-TRIED = 2e8  # table cells times strategies of a node, beyond which wider elimination is cheaper than trying them
+TRIED = 2e8  # table cells times strategies of a node, beyond which wider elimination is cheaper than trying them ..
+DEAR = 5e7  # .. and beyond which limits are widened first
+BRANCH_SHARE = 0.5  # of the time left, before limits are widened
 SWEEPS = 400  # most sweeps in a round
 CHECK = 10  # sweeps between two plans
 CORE = 3  # strategies per node of a core
@@ -79,10 +83,10 @@ def core_plan(messages: Messages, plans: list[np.ndarray], deadline: float) -> n
         return None
 
 
-def can_branch(net: Net) -> bool:
-    """Whether trying every strategy of a node takes little time."""
+def trial_cells(net: Net) -> float:
+    """Table cells that one sweep per strategy of a node visits: what trying them takes."""
     size = net.size()
-    return size["cells"] * size["strategies"] <= TRIED * size["nodes"]
+    return size["cells"] * size["strategies"] / max(1, size["nodes"])
 
 
 @dataclass
@@ -105,8 +109,9 @@ class Descent:
     deadline: float
     worth: Callable[[float], bool] = lambda seconds: True
     rounds: Sequence[tuple[int, int]] = ROUNDS
-    least_sweeps: int = 2 * CHECK
+    least_sweeps: Callable[[], int] = lambda: 2 * CHECK
     branching: StrongBranching | None = field(default=None, init=False)
+    widening: Widening | None = field(default=None, init=False)
     log: list[dict[str, Any]] = field(default_factory=list)
     presolve_seconds: float = 0.0  # of all rounds
 
@@ -119,10 +124,10 @@ class Descent:
         level = 0
         while level < len(self.rounds):
             degree, cells = self.rounds[level]
-            if level >= BEFORE_BRANCHING and can_branch(net):
-                self.branching = StrongBranching(self.offer, self.prove, self.done, self.deadline)
-                self.branching.run(net, upper)
-                return net
+            if level >= BEFORE_BRANCHING:
+                upper, ended = self._close(net, upper)
+                if ended:
+                    return net
             since = time.monotonic()
             before = net.size()
             presolve = Presolve(net, max_degree=degree, max_cells=cells, deadline=self.deadline)
@@ -148,6 +153,34 @@ class Descent:
             level += net.size()["strategies"] > SHRINK * strategies
         return net
 
+    def _close(self, net: Net, upper: float) -> tuple[float, bool]:
+        """Widen limits and branch, what promises more first. The best plan's cost, and whether this is the end."""
+        cells = trial_cells(net)
+        if cells > DEAR and self.widening is None:
+            upper = self._widen(net, upper)
+        if cells > TRIED:
+            return upper, self._over()
+        if not self._over():
+            self.branching = StrongBranching(self.offer, self.prove, self.done, self.deadline)
+            if self.widening is None:
+                self.branching.deadline = time.monotonic() + BRANCH_SHARE * (self.deadline - time.monotonic())
+            self.branching.run(net, upper)
+            if self.widening is None and not self._over():
+                self.branching.upper = self._widen(net, self.branching.upper)
+                self.branching.deadline = self.deadline
+                self.branching.resume()
+        return upper, True
+
+    def _widen(self, net: Net, upper: float) -> float:
+        self.widening = Widening(self.offer, self.prove, self.done, self.deadline)
+        try:
+            return self.widening.run(net, upper)
+        finally:
+            self.log.append({"windows": self.widening.windows})
+
+    def _over(self) -> bool:
+        return self.done() or time.monotonic() > self.deadline
+
     def _messages(self, net: Net, upper: float) -> tuple[Net, float, int]:
         for number in list(net.factors):
             reduce.compress(net, number)
@@ -161,7 +194,7 @@ class Descent:
             self.prove(messages.bound)
             stalled = messages.bound - before < STALL * (upper - messages.bound)
             stalled |= messages.strategies() < SHRINK * net.size()["strategies"]
-            if self.done() or time.monotonic() > self.deadline or (stalled and sweeps >= self.least_sweeps):
+            if self.done() or time.monotonic() > self.deadline or (stalled and sweeps >= self.least_sweeps()):
                 break
             before = messages.bound
         if not self.done():

@@ -117,10 +117,13 @@ CLOSE = 5e-2
 """Relative gap at which the relaxation without memory is left, once its best plan does not fit .."""
 
 LOOK_SWEEPS = 80
-"""Sweeps that may show that, before plans are looked for in ways that take longer .."""
+"""Sweeps that may show that, before plans are looked for in ways that take longer ..."""
+
+FEW_SWEEPS = 40
+"""... and where the best plan known fits."""
 
 ENOUGH_ROUNDS = 2
-""".. and the rounds after which it is left in any case."""
+"""Rounds after which the relaxation is left in any case, once its best plan does not fit."""
 
 
 def _room(search: Search) -> Room | None:
@@ -177,7 +180,7 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
 
     descent = Descent(offer, prove, done, search.deadline, worth)
     if program.capacity is not None:
-        descent.least_sweeps = LOOK_SWEEPS
+        descent.least_sweeps = lambda: FEW_SWEEPS if state["best"] is not None and state["fits"] else LOOK_SWEEPS
     search.report["descent"] = descent.log
     try:
         start = build_net(program) if room is None else build_net(program, room.keep, cells=room.cells)

@@ -155,6 +155,10 @@ class StrongBranching:
         """
         self.upper = upper
         self._push(net.constant, net, math.inf)
+        self.resume()
+
+    def resume(self) -> None:
+        """Go on with the branches that are open; as :meth:`run`."""
         while self.open:
             self.prove(min(min(b.bound for b in self.open), self.closed, self.upper))
             if self.done() or time.monotonic() > self.deadline:

@@ -1,0 +1,91 @@
+"""The optimum of a net without memory rows: the best plan within a limit, for ever wider limits.
+
+Where nodes have many strategies, message passing and branching close the last tenths of a percent slowly, while few
+combinations of strategies cost as little as that: a window (:mod:`autoshard_ilp.program.window`) holds them all. The
+limit grows from the bound, in steps that grow as long as windows take little, and ends at the best plan known.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from autoshard_ilp.program import reduce
+from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program.net import EmptyNodeError, Net
+from autoshard_ilp.program.strong import settle
+from autoshard_ilp.program.window.window import Window
+
+FIRST_PART = 1 / 16  # of the gap: the first step ..
+FIRST_STEP = 1e-3  # .. and the largest one, relative
+SWEEPS, STALL = 200, 0.002  # before the first window: at most, and the part of the gap that a few of them must close
+QUICK_SECONDS = 0.5  # a window that took no longer is followed by one of twice the step
+PATIENCE_SECONDS = 10.0  # for a window; twice as much after each that took longer ..
+SHARE = 0.5  # .. but at most this part of the time left
+FAILURES = 3  # windows that may be too wide before this is given up
+LEAST_STEP = 1e-6  # relative
+
+
+class Widening:
+    """The search in one net; the callbacks are those of :class:`autoshard_ilp.program.core.Descent`."""
+
+    def __init__(
+        self,
+        offer: Callable[[np.ndarray], float],
+        prove: Callable[[float], None],
+        done: Callable[[], bool],
+        deadline: float,
+    ) -> None:
+        self.offer, self.prove, self.done, self.deadline = offer, prove, done, deadline
+        self.windows: list[dict[str, float | str]] = []
+
+    def run(self, net: Net, upper: float) -> float:
+        """Widen the limit until the optimum is known, or windows get too wide. Returns the cost of the best plan known.
+
+        Args:
+            net: without memory rows.
+            upper: seconds; only cheaper plans are wanted.
+
+        Raises:
+            EmptyNodeError: no plan is cheaper than ``upper``.
+        """
+        net = net.copy()
+        for number in list(net.factors):
+            reduce.compress(net, number)
+        messages = Messages(net)
+        settle(messages, upper, SWEEPS, STALL, self.deadline)
+        net = messages.apply()
+        self.prove(net.constant)
+        for number in list(net.factors):
+            reduce.compress(net, number)
+        window = Window(net, 0, [np.zeros(0)], self.deadline)
+        known, failures, too_wide = max(window.bound, net.constant), 0, math.inf
+        patience = PATIENCE_SECONDS
+        step = min(FIRST_PART * (upper - known), FIRST_STEP * abs(known))
+        while not self.done() and failures < FAILURES and step > LEAST_STEP * abs(known):
+            now = time.monotonic()
+            if now > self.deadline:
+                break
+            limit = upper if known + 1.5 * step > upper else known + step
+            if limit >= too_wide:
+                limit = 0.5 * (known + too_wide)
+            found = window.solve(limit, now + min(patience, SHARE * (self.deadline - now)))
+            took = time.monotonic() - now
+            self.windows.append({"limit": limit, "status": found.status, "seconds": took})
+            if found.choices is not None:
+                upper = self.offer(net.complete(found.choices))
+            self.prove(min(found.bound, upper))
+            if found.status == "unknown":
+                failures, too_wide, step = failures + 1, limit, 0.5 * (limit - known)
+                patience *= 2.0
+            elif found.status == "optimal":
+                break
+            elif limit >= upper:
+                raise EmptyNodeError("limit")
+            else:
+                known, too_wide = limit, math.inf
+                step *= 2.0 if took <= QUICK_SECONDS else 1.0
+        return upper
