@@ -351,3 +351,27 @@ def test_the_tpu_compiler_copies_images_into_tiles_of_batch_and_channels() -> No
             padded[dim] = -(-padded[dim] // part) * part
         sizes_seen.add(math.prod(padded) * 2)
     assert tiled_bytes(shape, 2.0, (0,), sizes, (0, 3)) in sizes_seen, "the copy that is counted"
+
+
+@needs_tpu
+@pytest.mark.tpu
+def test_depthwise_gradients_are_computed_device_by_device() -> None:
+    """One convolution each, as planned: no gather of pieces of padded images, and not 49 of them held at once."""
+    import keras
+
+    def build() -> Any:
+        kept = {"dtype": "mixed_bfloat16"}
+        x = inputs = keras.Input((32, 32, 96))
+        for _ in range(2):
+            h = keras.layers.DepthwiseConv2D(7, padding="same", **kept)(x)
+            x = keras.layers.Add(**kept)([x, keras.layers.Dense(96, **kept)(h)])
+        net = keras.Model(inputs, keras.layers.Dense(8, **kept)(keras.layers.GlobalAveragePooling2D(**kept)(x)))
+        net.compile(optimizer="sgd", loss="mse")
+        return net
+
+    plan = plan_of(build, {"data": 2, "model": 4}, "tpu-v5e", batch_size=256)
+    found = plan.verify("tpu-v5e:2x4")
+    assert found.predicted_bytes_per_device > 0
+    assert found.unplanned_bytes_per_device == 0
+    image = 32 * 32 * 32 * 128 * 2  # of one device: 32 examples, 96 channels in 128 lanes, 16 bits
+    assert found.compiled_peak_bytes < plan.memory.inputs + 4 * image

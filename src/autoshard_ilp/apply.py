@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard_ilp import _jax_compat as compat
-from autoshard_ilp import manual, ties
+from autoshard_ilp import manual, rewrites, ties
 from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.costs.precision import cast_before_collectives
@@ -525,9 +525,12 @@ class _Run:
             return [out]
         if runs_locally(view):
             rule, axes_of = rule_for(view), self.axes_of(op, view)
-            if axes_of:
-                with compat.like_equation(op.eqn, self.plan.stack(op)):
+            with compat.like_equation(op.eqn, self.plan.stack(op)):
+                if axes_of:
                     return run_locally(compat.binder(op.eqn, self.plan.mesh), view, rule, args, self.plan.mesh, axes_of)
+                equal = self.without_batch_groups(op)
+                if equal is not None:
+                    return [equal(*args)]
         return compat.bind_equation(op.eqn, args, self.plan.stack(op), self.plan.mesh)
 
     def repeated(self, op: Op, args: list[Any]) -> list[Any]:
@@ -574,6 +577,12 @@ class _Run:
                 else:
                     found.add(reader.params["permutation"][0] if reader.primitive == "transpose" else 0)
         return found.pop() if len(found) == 1 else 0
+
+    def without_batch_groups(self, op: Op) -> Callable[..., Any] | None:
+        """A function equal to a convolution that XLA partitions wrongly, without its fault; None for others."""
+        if op.primitive != "conv_general_dilated" or self.plan.mesh.size == 1:
+            return None
+        return rewrites.without_batch_groups(op.eqn.params, self.graph.tensors[op.outputs[0]].shape)
 
     def axes_of(self, op: Op, view: OpView) -> dict[str, tuple[str, ...]] | None:
         """Mesh axes of every factor that the decided layouts shard; None where some operand has no decided layout."""
