@@ -93,6 +93,39 @@ def test_the_gpu_compiler_casts_before_it_gathers(name: str) -> None:
     assert sent == SIZE * SIZE * each * 7 / 8
 
 
+@pytest.mark.parametrize(
+    ("profile", "groups", "reads", "expected"),
+    [
+        (TPU, 4, "casts", 4.0),  # seen: f32[64,48,48,128]
+        (TPU, 4, "adds", 2.0),
+        (TPU, 32, "casts", 2.0),  # seen: bf16[16,64,64,32] of a depthwise one
+        (TPU, 1, "casts", 2.0),
+        (GPU, 4, "casts", 2.0),
+    ],
+)
+def test_convolutions_in_groups_are_held_in_32_bits_where_their_readers_cast(
+    profile: Any, groups: int, reads: str, expected: float
+) -> None:
+    def normalised(x: Any, k: Any) -> Any:
+        y = jax.lax.conv_general_dilated(
+            x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+        )
+        wide = y.astype("float32")
+        return (
+            (y.sum() if reads == "adds" else 0.0),
+            wide - wide.mean((0, 1, 2)),
+            jnp.square(y.astype("float32")).mean(),
+        )
+
+    args = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((8, 16, 16, 32), (3, 3, 32 // groups, 32))]
+    jaxpr = jax.make_jaxpr(normalised)(*args)
+    graph = insert_hubs(build_graph(jaxpr, argument_paths=["x", "k"], result_paths=["a", "b", "c"]))
+    (made,) = [op.outputs[0] for op in graph.ops if op.primitive == "conv_general_dilated"]
+    found = precision(graph, profile)
+    assert found.held[made] == expected
+    assert {found.moved(graph, graph.ops[c], i) for c, i in graph.tensors[made].consumers} == {2.0}
+
+
 def gathered_to_be_cut(rows: int) -> float:
     """Bytes of the all-gather of a float32 table whose columns are gathered, whose rows are cut, and which is cast."""
     mesh, table = mesh_of("h100:8"), jax.ShapeDtypeStruct((rows, SIZE), "float32")

@@ -144,6 +144,24 @@ def test_the_gradient_of_a_slice_is_written_once_for_several_kernels() -> None:
         assert found or not written
 
 
+@pytest.mark.parametrize("padding", ["causal", "same"])
+def test_the_padding_of_convolutions_is_not_written(padding: str) -> None:
+    """Seen for a WaveNet: f32[16,4096,128] beside f32[16,4352,128], though the padded array has two readers."""
+    import keras
+
+    def build() -> Any:
+        layers = [keras.layers.Conv1D(128, 2, padding=padding, activation="tanh") for _ in range(3)]
+        net = keras.Sequential([keras.Input((256, 128)), *layers])
+        net.compile(optimizer="sgd", loss="mse")
+        return net
+
+    plan = plan_of(build, {"data": 2}, "tpu-v5e", batch_size=64)
+    graph, stored = plan.trail.graph, plan.trail.costs.buffers.stored
+    pads = [op for op in graph.ops if op.primitive == "pad" and op.phase == "forward"]
+    assert len(pads) == (3 if padding == "causal" else 0)
+    assert not any(stored[op.outputs[0]] for op in pads)
+
+
 def program(rows: list[tuple[int, int, int]], horizon: int) -> Program:
     """One node per (bytes, start, end); an argument of 10 bytes that stays."""
     rows = [*rows, (10, 0, horizon)]
