@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import order
+from autoshard_ilp import apply, order, ties
 from autoshard_ilp.apply import Decisions, planned_function
 from autoshard_ilp.costs.heap import REPORTED
 from autoshard_ilp.graph import Graph, build_graph, insert_hubs
@@ -154,6 +154,31 @@ def test_only_sums_over_devices_are_waited_for_on_tpu(monkeypatch: pytest.Monkey
     shared, whole = (comparisons(rows) for rows in (batch_shared, batch_whole))
     assert waiting[0] >= shared + LAYERS - 1  # each looks at a reduced gradient
     assert waiting[1] == whole
+
+
+@pytest.mark.parametrize(("rows", "waits"), [(1024, True), (32, False)])
+def test_gradients_of_gathered_copies_are_waited_for_on_tpu(
+    rows: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody shares these gradients, but who puts one off holds what was gathered for it: more than itself, or less."""
+    width = 256
+    graph, mesh = graph_of(rows, width), cpu_mesh()
+    monkeypatch.setattr(order, "MIN_COPY_BYTES", 0)
+    monkeypatch.setattr(order, "PLATFORMS", frozenset({"cpu"}))
+    monkeypatch.setattr(apply, "SCATTERED_ONLY", frozenset({"cpu"}))
+    results, operands = {}, {}
+    for op in graph.ops:
+        for j, t in enumerate(op.outputs):
+            results[op.id, j] = (0,) if graph.tensors[t].shape[:1] == (rows,) else (-1,)
+        if op.primitive == "dot_general" and graph.tensors[op.outputs[0]].shape == (width, width):
+            contracted = [dims[0] for dims in op.params["dimension_numbers"][0]]
+            operands |= {(op.id, 0): (-1,), (op.id, 1): (1 - contracted[1],)}
+            results[op.id, 0] = (1,)
+    asked = []
+    monkeypatch.setattr(ties, "never", lambda value, *_: asked.append(value.shape) or value[0, 0] != value[0, 0])
+    run = planned_function(graph, Decisions(results=results, operands=operands), mesh, ("data",))
+    jax.make_jaxpr(run)(*jax.tree.leaves(shapes(rows, width)))
+    assert asked == [(width, width)] * (LAYERS - 1 if waits else 0)
 
 
 def test_waiting_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:

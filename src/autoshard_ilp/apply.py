@@ -471,7 +471,8 @@ class _Run:
             return
         value, at = frame.get(op.outputs[0]), self.plan.sharding(op.outputs[0])
         sums, alone = self.partial_sums(op)
-        if not (sums or reads_last or op.phase == "update") and self.plan.platform in SCATTERED_ONLY:
+        waited = sums or reads_last or op.phase == "update" or self.reads_larger_copies(op)
+        if not waited and self.plan.platform in SCATTERED_ONLY:
             return
         if (
             at is not None
@@ -479,6 +480,23 @@ class _Run:
             and ties.is_even(at, value.shape)
         ):
             frame.computed[op.id] = ties.never(value, at.spec, self.plan.mesh)
+
+    def reads_larger_copies(self, op: Op) -> bool:
+        """Whether copies gathered for an operation take more memory than its result does. Whoever puts it off holds
+        them."""
+        plan = self.plan
+        sizes = [plan.mesh.shape[name] for name in plan.axis_names]
+
+        def held(tensor: int, layout: Layout | None) -> int:
+            t = self.graph.tensors[tensor]
+            return 0 if layout is None else local_bytes(t.shape, t.itemsize, layout, sizes)
+
+        copies = 0
+        for t, layout in zip(op.inputs, plan.operand_layouts(op), strict=True):
+            source = self.graph.behind(t, ("hub",))
+            read = held(t, layout)
+            copies += read if read > held(source, plan.layout(source)) > 0 else 0
+        return copies > held(op.outputs[0], plan.layout(op.outputs[0]))
 
     def partial_sums(self, op: Op) -> tuple[bool, bool]:
         """Whether devices hold partial sums of an operation's result, and whether these are scattered by a collective
