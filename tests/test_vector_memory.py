@@ -110,6 +110,20 @@ def test_what_waits_longer_than_copies_of_the_whole_chip_take_is_in_device_memor
     assert long.activations >= logits + gradient + 2 * rows * hidden, "what waits for the logits leaves the chip"
 
 
+def test_no_step_holds_less_than_nothing() -> None:
+    """Arguments and results too small for the account leave no bytes outside of vector memory, and no fewer."""
+
+    def outer(x: Any) -> Any:
+        return ((x[:, None] * x[None, :]) ** 2).sum()
+
+    plan = autoshard.optimize_fn(outer, (np.ones(64, np.float32),), {"data": 2}, hardware="tpu-v5e", progress=False)
+    assert plan.memory.peak_bytes == 0
+    larger = autoshard.optimize_fn(
+        outer, (np.ones(2**14, np.float32),), {"data": 1}, hardware="tpu-v5e", progress=False
+    )
+    assert larger.memory.peak_bytes == 2**14 * 4
+
+
 def test_only_tpus_have_it() -> None:
     assert autoshard.profile("tpu-v5e").vector_memory_bytes == 80 * MIB
     assert autoshard.profile("h100").vector_memory_bytes == 0

@@ -76,6 +76,9 @@ def keep_on_chip(
     of, is_edges, owners, starts, ends = np.array(off_chip, np.int64).reshape(-1, 5).T
     held = replace(lt, end=np.where(stays, 2 * horizon if off_chip else horizon, lt.end))
     lifetimes = held.followed_by(is_edges.astype(bool), owners, horizon + starts, horizon + ends)
+    if lifetimes.end.max() < horizon:  # nothing stays: the last instant holds nothing, but there is one
+        nothing = (np.array([x]) for x in (True, len(parts.edges), horizon - 1, horizon))
+        lifetimes, off_chip = lifetimes.followed_by(*nothing), [(0, True, parts.empty(), 0, 0)]
     edges = tuple(parts.edges)
     more = replace(program, edges=edges, lifetimes=lifetimes, on_chip_bytes=size, on_chip_instants=horizon - 1)
     return more, (*categories, *(categories[i] for i in of)), (*labels, *(labels[i] for i in of))
@@ -101,6 +104,12 @@ class LargeParts:
             self._known[key] = None if edge is None else len(self.edges)
             self.edges += [] if edge is None else [edge]
         return self._known[key]
+
+    def empty(self) -> int:
+        """Number of a new edge that holds nothing."""
+        first, second = (np.zeros(len(node.costs), np.int64) for node in self.program.nodes[:2])
+        self.edges.append(Edge(0, 1, first, second, np.zeros((1, 1)), np.zeros((1, 1), np.int64)))
+        return len(self.edges) - 1
 
 
 def _large_only(program: Program, is_edge: bool, owner: int, size: int) -> Edge | None:
