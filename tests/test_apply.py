@@ -312,6 +312,39 @@ def test_kernel_gradients_are_right_when_the_image_is_sharded(layout: tuple[int,
     assert_same(jax.jit(step)(*args), jax.jit(fn)(*args))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_indices_of_any_integer_type(dtype: str, batched: bool) -> None:
+    """XLA's partitioner ends the process over these unless they are int32, here and where shards are unequal."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:6]), ("x",))
+    x, at = normal(0, 48, 16), jnp.asarray(np.random.default_rng(1).integers(0, 16, (48, 16)), dtype)
+
+    def fn(x: Any, at: Any) -> Any:
+        inside = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        if batched:
+            numbers = jax.lax.ScatterDimensionNumbers((), (1,), (1,), (0,), (0,))
+            return jax.lax.scatter_add(x, at[..., None], x, numbers, mode=inside)
+        numbers = jax.lax.GatherDimensionNumbers((2,), (0,), (0,))
+        return jax.lax.gather(x, at[..., None], numbers, (1, 16), mode=inside)
+
+    unequal = (47, 16) if batched else (48, 16)
+    args = (x[: unequal[0]], at[: unequal[0]])
+    graph = traced(fn, args, hubs=False)
+    (op,) = [op for op in graph.ops if op.primitive in ("gather", "scatter-add")]
+    layouts = {(op.id, i): (0,) for i in ((0, 1, 2) if batched else (0,))}
+    step = planned_function(graph, Decisions(operands=layouts), mesh, ("x",))
+    assert_same(jax.jit(step)(*args), jax.jit(fn)(*args))
+
+
+def test_indices_beyond_int32_stay_out_of_bounds() -> None:
+    def fn(x: Any, at: Any) -> Any:
+        return x.at[at].get(mode="fill", fill_value=-1.0), x.at[at].get(mode="clip")
+
+    args = (normal(0, 8), jnp.array([0, 7, 8, 2**31, 2**32 - 1], "uint32"))
+    graph = traced(fn, args, hubs=False)
+    assert_same(jax.jit(planned_function(graph, Decisions(), make_mesh(), AXES))(*args), jax.jit(fn)(*args))
+
+
 # -- what XLA's partitioner would gather
 
 

@@ -131,7 +131,10 @@ class _Flattener:
             return self.while_loop(eqn, inputs, ctx)
         if name == "cond" and eqn.params.get("branches_platforms") is None:
             return self.cond(eqn, inputs, ctx)
-        equal = rewrite(name, eqn.params, eqn.outvars[0].aval.shape) if name in REWRITTEN else None
+        equal = None
+        if name in REWRITTEN:
+            dtypes = [str(getattr(v.aval, "dtype", "")) for v in eqn.invars]
+            equal = rewrite(name, eqn.params, dtypes, eqn.outvars[0].aval.shape)
         if equal is not None:
             jaxpr, values = compat.open_jaxpr(compat.trace_like(eqn, equal))
             return self.inline(jaxpr, self.constants(jaxpr, values, ctx), inputs, self.below(eqn, ctx))

@@ -24,6 +24,10 @@ that an all-reduce of one number per row combines: the extreme, and the first pl
 
 **Loops that end for every element of a batch by itself** (``vmap`` of ``lax.while_loop``) go on while any element does,
 and keep what has ended. JAX does so only when it lowers them.
+
+**Indices of a gather or a scatter** become int32. XLA's partitioner takes others for int32 where it pads them (unequal
+shards of a scatter with batch dimensions, such as the gradient of a sort) or searches a range of rows (a gather by
+uint8), and ends the process. No dimension is that large, so a number beyond int32 is out of bounds before and after.
 """
 
 from __future__ import annotations
@@ -38,20 +42,35 @@ from jax import lax
 
 from autoshard_ilp import _jax_compat as compat
 
-REWRITTEN = frozenset({"conv_general_dilated", "argmax", "argmin", "while"})
+_INDEXED = {
+    "gather": lax.gather_p,
+    "scatter": lax.scatter_p,
+    "scatter-add": lax.scatter_add_p,
+    "scatter-sub": lax.scatter_sub_p,
+    "scatter-mul": lax.scatter_mul_p,
+    "scatter-min": lax.scatter_min_p,
+    "scatter-max": lax.scatter_max_p,
+}
+REWRITTEN = frozenset({"conv_general_dilated", "argmax", "argmin", "while", *_INDEXED})
 
 #: Output positions up to which a batch-grouped convolution becomes one product per position (7 x 7 kernels do).
 MAX_POSITIONS = 64
 
 
-def rewrite(primitive: str, params: Mapping[str, Any], out_shape: Sequence[int]) -> Callable[..., Any] | None:
+def rewrite(
+    primitive: str, params: Mapping[str, Any], in_dtypes: Sequence[str], out_shape: Sequence[int]
+) -> Callable[..., Any] | None:
     """A function equal to an equation, to be traced in its place; None to keep the equation.
 
     Args:
         primitive: name of the equation's primitive.
         params: its parameters.
+        in_dtypes: dtypes of its operands.
         out_shape: shape of its first result.
     """
+    if primitive in _INDEXED:
+        kept = in_dtypes[1] == "int32"
+        return None if kept else lambda x, at, *new: _INDEXED[primitive].bind(x, _as_int32(at), *new, **params)
     if primitive == "while":
         return lambda *operands: _until_all_end(operands, params)
     if primitive in ("argmax", "argmin"):
@@ -74,6 +93,16 @@ def without_batch_groups(params: Mapping[str, Any], out_shape: Sequence[int]) ->
     if math.prod(positions) > MAX_POSITIONS:
         return lambda lhs, rhs: _feature_grouped(lhs, rhs, params)
     return lambda lhs, rhs: _product_per_position(lhs, rhs, params, positions)
+
+
+def _as_int32(indices: Any) -> Any:
+    """Integers as int32, those beyond it as its largest or smallest."""
+    given, wanted = jnp.iinfo(indices.dtype), jnp.iinfo("int32")
+    if given.max > wanted.max:
+        indices = lax.min(indices, jnp.array(wanted.max, indices.dtype))
+    if given.min < wanted.min:
+        indices = lax.max(indices, jnp.array(wanted.min, indices.dtype))
+    return lax.convert_element_type(indices, "int32")
 
 
 def _until_all_end(operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
