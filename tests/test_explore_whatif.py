@@ -165,3 +165,20 @@ def test_less_memory_than_without_recomputation():
     assert {f.step.remat for f in there.trail.failures} <= set(there.trail.policies)
     back = there.what_if(memory_budget="16GB")
     assert back.remat_policy == "never" and back.cost.total_s == pytest.approx(start.cost.total_s, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_question_that_leaves_the_plan_allowed_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is solved, no other number of recomputed blocks either, and what the search noted still holds."""
+    options = {"hardware": "tpu-v5e", "batch_size": 4096, "progress": False}
+    fast = autoshard.optimize(deep, {"data": 2}, **options)
+    with pytest.raises(autoshard.InfeasibleError) as caught:
+        fast.what_if(memory_budget=1000, remat="never")
+    tight = fast.what_if(memory_budget=int(0.97 * caught.value.minimum_budget))
+    assert tight.remat_policy != "never" and tight.status == "optimal"
+    monkeypatch.setattr("autoshard_ilp.program.solve", lambda *args, **keywords: pytest.fail("solved again"))
+    path = next(p for p in tight.specs if p.endswith("kernel"))
+    for change in ({}, {"memory_budget": tight.memory.peak_bytes}, {"pins": {f"{path}$": tight.specs[path]}}):
+        again = tight.what_if(**change)
+        assert (again.remat_policy, again.cost, again.specs) == (tight.remat_policy, tight.cost, tight.specs)
+        assert set(tight.notes) <= set(again.notes) and again.status == "optimal"

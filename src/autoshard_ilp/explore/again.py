@@ -164,12 +164,14 @@ class Known:
         lower_bound: seconds, valid.
         slack: seconds by which a plan may exceed the bound and still count as proved (rounding of integer costs).
         with_rows: memory rows that the bound took for granted.
+        without_memory: seconds, a lower bound of the best plan without a capacity.
     """
 
     plans: tuple[Any, ...] = ()
     lower_bound: float = -math.inf
     slack: float = 0.0
     with_rows: int = 0
+    without_memory: float = -math.inf
 
 
 def known_from(solution: Any, old: Problem, new: Problem) -> Known:
@@ -182,7 +184,11 @@ def known_from(solution: Any, old: Problem, new: Problem) -> Known:
     holds = narrower(new.allowed, old.allowed) and new.request.objective == old.request.objective
     holds = holds and (unlimited or new.request.capacity <= old.request.capacity)
     rows = int(solution.report.get("rows", 0))
-    return Known((solution.choices,), solution.lower_bound if holds else -math.inf, rounding, rows)
+    if not holds:
+        return Known((solution.choices,), -math.inf, rounding, rows)
+    return Known(
+        (solution.choices,), solution.lower_bound, rounding, rows, solution.report.get("without_memory", -math.inf)
+    )
 
 
 def solved(
@@ -239,6 +245,8 @@ def _proved(program: Any, choices: np.ndarray, known: Known) -> Any:
     report = {"reused": "a proved plan that is allowed here too", "rounding_error_seconds": known.slack}
     if known.with_rows:
         report["rows"] = known.with_rows
+    if math.isfinite(known.without_memory):
+        report["without_memory"] = known.without_memory
     return Solution("optimal", choices, cost, min(known.lower_bound, cost), program.peak(choices), 0.0, report)
 
 

@@ -29,7 +29,8 @@ def text(explanation: Any, width: int, *, only_ascii: bool = False) -> str:
 
 def _verdict(e: Any, others: list[Any]) -> str:
     if not others:
-        return "No other layout has a plan."
+        late = any(a.proof == "bounded" for a in e.alternatives if not a.chosen)
+        return f"No other layout {'had a plan in time: raise time_limit' if late else 'has a plan'}."
     best = min(others, key=lambda a: a.total_s)
     rank, extra = len(e.shape), best.total_s - e.total_s
     named = show.spec_text(best.spec, rank)

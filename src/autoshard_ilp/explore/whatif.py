@@ -113,6 +113,11 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
     from autoshard_ilp.rematsearch import memory_share, recomputed_share, search
 
     known = _attempts(plan)
+    if _still_best(plan, request, policies):
+        answer = _again(plan, known[plan.remat_policy], plan.remat_policy, request, progress, math.inf, math.inf, 1.0)
+        if isinstance(answer, Plan):
+            answer = replace(answer, notes=tuple(dict.fromkeys((*plan.notes, *answer.notes))))
+            return with_history(answer, policies, plan.trail.failures)  # type: ignore[union-attr]
 
     def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Any:
         answer = _again(plan, known.get(policy), policy, request, progress, seconds, cutoff, dear)
@@ -123,6 +128,25 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)
+
+
+def _still_best(plan: Plan, request: Any, policies: tuple[str, ...]) -> bool:
+    """Whether a proved plan answers a question too: one that allows less, but nothing less that the plan uses."""
+    trail, problem = plan.trail, problem_of(plan)
+    assert trail is not None
+    old = problem.request
+    same = (old.mesh, old.profile, old.physical_shape, old.objective) == (
+        request.mesh,
+        request.profile,
+        request.physical_shape,
+        request.objective,
+    )
+    if not same or plan.status != "optimal" or policies != trail.policies or request.solver.strict != old.solver.strict:
+        return False
+    allowed = replace(problem, request=request).allowed
+    if not narrower(allowed, problem.allowed) or not plan.memory.peak_bytes <= request.capacity <= old.capacity:
+        return False
+    return all(leaf.layout in allowed.get(leaf.path, (leaf.layout,)) for leaf in (*plan.arguments, *plan.results))
 
 
 def _attempts(plan: Plan) -> dict[str, _Attempt]:
