@@ -44,6 +44,15 @@ def test_smoke(driver, tmp_path):
         assert all(float(row["x optimum"]) >= 1 for row in rows if row["x optimum"])
 
 
+def test_explore_speed_smoke(tmp_path):
+    printed = smoke("explore_speed.py", tmp_path)
+    rows = table_rows(printed[printed.index("# Questions") :])
+    found = {row["question"].split("(")[0]: row["answer"] for row in rows}
+    assert set(found) == {"optimize", "what_if", "explain", "compare", "pareto", "search_mesh"}
+    assert not any("Error" in answer for answer in found.values())
+    assert all(float(row["processor s"]) >= 0 for row in rows)
+
+
 def test_measured_single_device_smoke(tmp_path):
     printed = smoke("measured_single_device.py", tmp_path)
     (row,) = table_rows(printed)

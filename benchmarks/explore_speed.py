@@ -1,0 +1,153 @@
+"""How long questions about a plan take: what if, explain, compare, pareto, search_mesh.
+
+python benchmarks/explore_speed.py                 # every case, written to results/explore_speed-<date>.md
+python benchmarks/explore_speed.py --only gpt2     # cases whose name contains "gpt2"
+python benchmarks/explore_speed.py --smoke         # one tiny case, printed only
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cases import CASES, SMOKE, Case
+from common import (
+    answer,
+    driver_parser,
+    import_everything,
+    in_own_process,
+    machine,
+    matching,
+    peak_process_bytes,
+    result_file,
+    table,
+)
+
+EXPLORED = ("gpt2_small", "llama3_8b 4x4")
+COLUMNS = {
+    "case": "",
+    "question": "",
+    "wall s": ".1f",
+    "processor s": ".1f",
+    "answer": "",
+    "process GB": ".2f",
+}
+
+
+def questions(plan: Any, case: Case, factory: Any, most_points: int) -> dict[str, Callable[[], Any]]:
+    """Every question, by name. The kernel asked about is the largest that several layers have; ``most_points`` of a
+    frontier are looked for."""
+    import autoshard_ilp as autoshard
+
+    by_shape: dict[tuple[int, ...], list[Any]] = {}
+    for leaf in plan.arguments:
+        if leaf.role == "parameter" and len(leaf.shape) > 1:
+            by_shape.setdefault(leaf.shape, []).append(leaf)
+    kernel = max(by_shape.values(), key=lambda found: (len(found) > 1, found[0].shape))[0]
+    size = len(kernel.shape)
+    axis = next(iter(case.mesh))
+    whole, other = (None,) * size, (axis, *(None,) * (size - 1))
+    peak = plan.memory.peak_bytes
+    options: dict[str, Any] = {"hardware": case.hardware, "progress": False, **case.options()}
+    devices = 1
+    for n in case.mesh.values():
+        devices *= n
+
+    def asked(**change: Any) -> Callable[[], Any]:
+        return lambda: plan.what_if(progress=False, **change)
+
+    return {
+        "what_if()": asked(),
+        "what_if(memory_budget=peak)": asked(memory_budget=peak),
+        "what_if(memory_budget=peak - 5 %)": asked(memory_budget=int(0.95 * peak)),
+        "what_if(memory_budget=peak + 5 %)": asked(memory_budget=int(1.05 * peak)),
+        "what_if(pins=one kernel as it is)": asked(pins={f"^{kernel.path}$": plan.specs[kernel.path]}),
+        f"what_if(pins=one kernel over {axis})": asked(pins={f"^{kernel.path}$": other}),
+        "what_if(pins=one kernel whole)": asked(pins={f"^{kernel.path}$": whole}),
+        "explain(one kernel)": lambda: plan.explain(kernel.path, progress=False),
+        "compare(with FSDP)": lambda: plan.compare(
+            autoshard.baseline(factory, case.mesh, "fsdp", solver=autoshard.SolverOptions(time_limit=60), **options)
+        ),
+        "pareto()": lambda: autoshard.pareto(factory, case.mesh, max_points=most_points, time_limit=300.0, **options),
+        f"search_mesh(devices={devices})": lambda: autoshard.search_mesh(factory, devices, **options),
+    }
+
+
+def described(found: Any) -> str:
+    """What came out, in few words."""
+    if hasattr(found, "alternatives"):
+        return f"{len(found.alternatives)} layouts, {sum(a.proof != 'bounded' for a in found.alternatives)} proved"
+    if hasattr(found, "points"):
+        return f"{len(found.points)} points, {sum(p.status == 'optimal' for p in found.points)} proved"
+    if hasattr(found, "rows") and hasattr(found, "best"):
+        best = found.best
+        return f"{len(found.rows())} meshes" + ("" if best is None else f", best {best.mesh}, gap {best.gap:.2%}")
+    if hasattr(found, "gap"):
+        return f"{found.status}, gap {found.gap:.2%}, {found.cost.total_s * 1e3:.2f} ms"
+    return type(found).__name__
+
+
+def measure(name: str, time_limit: float) -> list[dict[str, Any]]:
+    """Plans one case and asks every question about it, one after the other."""
+    import_everything()
+    import autoshard_ilp as autoshard
+    from autoshard_ilp.program.compiled import load_kernels
+
+    load_kernels()
+    case = CASES[name]
+    factory = case.factory()
+    rows: list[dict[str, Any]] = []
+
+    def timed(question: str, ask: Callable[[], Any]) -> Any:
+        wall, processor = time.perf_counter(), time.process_time()
+        try:
+            found = ask()
+            text = described(found)
+        except autoshard.AutoshardError as error:
+            found, text = None, f"{type(error).__name__}: {str(error)[:100]}"
+        seconds = {"wall s": time.perf_counter() - wall, "processor s": time.process_time() - processor}
+        rows.append({"case": name, "question": question, **seconds, "answer": text})
+        rows[-1]["process GB"] = peak_process_bytes() / 1e9
+        return found
+
+    options: dict[str, Any] = {"hardware": case.hardware, "progress": False, **case.options()}
+    solver = autoshard.SolverOptions(time_limit=time_limit)
+    plan = timed("optimize()", lambda: autoshard.optimize(factory, case.mesh, solver=solver, **options))
+    if plan is not None:
+        for question, ask in questions(plan, case, factory, 2 if name in SMOKE else 40).items():
+            timed(question, ask)
+    return rows
+
+
+def report(rows: list[dict[str, Any]], time_limit: float) -> str:
+    """The result file."""
+    return (
+        f"# Questions about a plan\n\n{machine()}\n\nSeconds of wall clock and of processor time (all threads) in one "
+        f"process per case, after the imports; the solver's time limit is {time_limit:g} s, that of a frontier 300 s. "
+        f"GB (10**9): resident peak of the process so far.\n\n{table(rows, COLUMNS)}\n"
+    )
+
+
+def main() -> int:
+    parser = driver_parser(__doc__)
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver")
+    parser.add_argument("--output", type=Path, help="file to write; partial runs are only printed without it")
+    options = parser.parse_args()
+    if options.case:
+        answer(options.answer, measure(options.case, options.time_limit))
+        return 0
+    output = options.output or (None if options.smoke or options.only else result_file("explore_speed"))
+    rows: list[dict[str, Any]] = []
+    for name in list(SMOKE) if options.smoke else matching(EXPLORED, options.only):
+        rows += in_own_process(__file__, name, ["--time-limit", str(options.time_limit)])
+        print(report(rows, options.time_limit), flush=True)
+        if output:
+            output.write_text(report(rows, options.time_limit))
+    return 0 if rows and all("wall s" in row for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
