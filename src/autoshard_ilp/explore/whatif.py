@@ -41,7 +41,8 @@ def what_if(
 
     Every argument that is given *replaces* that option of the plan; the others stay as they were. The answer is that
     of :func:`autoshard_ilp.optimize` with these options. Other pins, budgets and objectives use the plan's cost table
-    again, and its proof where the question is a narrower one; another mesh or other hardware prices the step anew.
+    again, and its proof where the question is a narrower one: a proved plan that it still allows is its answer. Another
+    mesh or other hardware prices the step anew.
 
     Args:
         plan: made by this process, or bound to its model.
@@ -114,10 +115,12 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
 
     known = _attempts(plan)
     if _still_best(plan, request, policies):
-        answer = _again(plan, known[plan.remat_policy], plan.remat_policy, request, progress, math.inf, math.inf, 1.0)
-        if isinstance(answer, Plan):
-            answer = replace(answer, notes=tuple(dict.fromkeys((*plan.notes, *answer.notes))))
-            return with_history(answer, policies, plan.trail.failures)  # type: ignore[union-attr]
+        assert plan.trail is not None
+        own = problem_of(plan)
+        program = replace(own.program, capacity=request.capacity)
+        made = plan_of(replace(own, request=request, program=program), plan.trail.solution, progress, plan)
+        made = replace(made, notes=tuple(dict.fromkeys((*plan.notes, *made.notes))))
+        return with_history(made, policies, plan.trail.failures)
 
     def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Any:
         answer = _again(plan, known.get(policy), policy, request, progress, seconds, cutoff, dear)
