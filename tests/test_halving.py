@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import autoshard_ilp as autoshard
+from autoshard_ilp import halving
 from autoshard_ilp.costs.fold import LEAST_HALVED, halves
 from autoshard_ilp.halving import Binds, solve_halved, start_of
 
@@ -212,3 +213,10 @@ def test_one_program_alone_has_all_the_time(one: Any, binds: Binds) -> None:
     solver = _Solver([solution(2.0)])
     solve_halved(lambda halved: one, solver, 100.0, lambda: solver.now, binds=binds)
     assert solver.asked == [(one.name, None, 100.0, {})]
+
+
+def test_programs_of_three_axes_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    edges = [SimpleNamespace(table=np.zeros((30, 40))), SimpleNamespace(table=np.zeros((20, 10)))]
+    monkeypatch.setattr(halving, "WIDE_CELLS", 1400)
+    assert not halving.wide(SimpleNamespace(edges=edges))
+    assert halving.wide(SimpleNamespace(edges=[*edges, SimpleNamespace(table=np.zeros((1, 1)))]))

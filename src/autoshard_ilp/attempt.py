@@ -43,7 +43,7 @@ class Failure:
         return replace(self, table=None, built=None)
 
 
-NEARLY_GAP = 0.01
+NEARLY_GAP = 0.05
 """Relative gap of a plan that only has to show how much memory fast plans take."""
 
 NEARLY_PART = 0.1

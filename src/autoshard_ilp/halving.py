@@ -25,6 +25,9 @@ HALVED = "Memory binds: each half of the repeated layers decides for itself."
 LOOK_SHARE = 0.2
 """Of the time limit: what it may take to see that memory binds in the larger program, where that is expected."""
 
+WIDE_CELLS = 3_000_000
+"""Table cells of a program with one decision per repeated layer: of two mesh axes less, of three more."""
+
 PLAN_SHARE = 0.6
 """Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
 
@@ -116,6 +119,11 @@ def solve_halved(
     if second.choices is None and not over(second) and not one.table.halved:
         return one, solve(one, None, left(), relaxed=relaxed), ()
     return fine, second, (HALVED,)
+
+
+def wide(program: Any) -> bool:
+    """Whether a program is so large that looking at the halved one first may take longer than solving this one."""
+    return sum(edge.table.size for edge in program.edges) > WIDE_CELLS
 
 
 def splittable(problem: Priced) -> bool:

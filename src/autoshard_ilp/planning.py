@@ -11,7 +11,7 @@ from typing import Any
 from autoshard_ilp.agreement import facts_of_step, planned_once
 from autoshard_ilp.attempt import Failure, attempt, free_peak_bytes
 from autoshard_ilp.garbage import old_objects_left
-from autoshard_ilp.halving import Binds
+from autoshard_ilp.halving import Binds, wide
 from autoshard_ilp.infeasible import infeasible
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import together
@@ -52,20 +52,22 @@ def _search(
     traced: Any, request: Request, progress: Progress, policies: Sequence[str], step: Callable[[str], Step]
 ) -> Plan:
     tight, bound = False, False  # something did not fit; all blocks recompute and memory binds nevertheless
+    large = False  # programs are
 
     def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Plan | Failure:
-        nonlocal tight, bound
+        nonlocal tight, bound, large
         with progress.stage("graph"):
             graph = step(policy)
         known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds}
         between = policy not in policies
-        binds = Binds.LIKELY if tight else Binds.PERHAPS
+        binds = Binds.LIKELY if tight and not large else Binds.PERHAPS
         if between:  # fewer blocks: surely where the budget binds with all of them, else from some number on
             binds = Binds.SURELY if bound else Binds.PERHAPS
         answer = attempt(graph, traced, request, progress, cutoff=cutoff, dear=dear, binds=binds, **known)
         if not between:
             bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0
             tight = tight or bound or isinstance(answer, Failure)
+            large = large or (isinstance(answer, Failure) and answer.built is not None and wide(answer.built.program))
         return answer.without_tables() if between and isinstance(answer, Failure) else answer
 
     blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
