@@ -69,8 +69,13 @@ class Found:
         if self.plan is None or plan.cost.total_s < self.plan.cost.total_s:
             self.plan = plan
 
+    def add_note(self, note: str) -> None:
+        """Says more of the plan."""
+        assert self.plan is not None
+        self.plan = replace(self.plan, notes=(*self.plan.notes, note))
 
-def _infeasible(failure: Any) -> bool:
+
+def is_infeasible(failure: Any) -> bool:
     """Whether it is proved that nothing fits, rather than that nothing was found in time."""
     solution = getattr(failure, "solution", None)
     return solution is None or solution.status == "infeasible"
@@ -132,8 +137,8 @@ class FewerBlocks:
             searched = fewer
         else:
             searched = f"{self.low} do not fit, what lies between was not tried in time"
-        note = f"Recomputation ({self.best.remat_policy}): {self.high} of {self.n_blocks} blocks fit, {searched}."
-        self.found.plan = replace(self.best, notes=(*self.best.notes, note))
+        fit = f"{self.high} of {self.n_blocks} blocks fit"
+        self.found.add_note(f"Recomputation ({self.best.remat_policy}): {fit}, {searched}.")
 
     def _narrow(self, took: float) -> tuple[int, float] | None:
         """Raise ``low`` and lower ``high``. A number of blocks that is not worth a long try, and what it may save."""
@@ -150,7 +155,7 @@ class FewerBlocks:
             self.long = self.clock() - began > QUICK_SECONDS
             if isinstance(answer, Plan):
                 self.high = middle
-            elif _infeasible(answer):
+            elif is_infeasible(answer):
                 self.low = middle
                 self.found.failures.append(answer)
             elif answer.solution.lower_bound >= worth(self.best):

@@ -23,12 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard_ilp.fewerblocks import FewerBlocks, Found, Tried, recomputation_is_short, worth
+from autoshard_ilp.fewerblocks import FewerBlocks, Found, Tried, is_infeasible, recomputation_is_short, worth
 from autoshard_ilp.plan import Plan
 
-FIRST_PART = 0.9
-"""Of the time left: what a plan that recomputes all blocks may take, when fewer are tried after it. One that takes all
-of this has a gap still open, which is worth more than fewer blocks."""
+FIRST_PART = 0.4
+"""Of the time left: what a plan that recomputes all blocks may take at first. Fewer blocks are often worth more than
+its proof; where they are not, it gets the time that is left."""
 
 NEVER_PART = 0.8
 """Of the time limit: what a plan that recomputes nothing may take, when others may be tried after it."""
@@ -107,8 +107,7 @@ def search(
     except KeyboardInterrupt:
         if found.plan is None:
             raise
-        note = f"Interrupted: the best plan found until then; it recomputes {found.plan.remat_policy!r}."
-        found.plan = replace(found.plan, notes=(*found.plan.notes, note))
+        found.add_note(f"Interrupted: the best plan found until then; it recomputes {found.plan.remat_policy!r}.")
     return found
 
 
@@ -136,6 +135,8 @@ def _search(
         part = FIRST_PART if fewer else NEVER_PART if policy == "never" and len(policies) > 1 else 1.0
         alone = policy != "never" or len(policies) == 1
         answer = tried(policy, part * left, math.inf, 1.0 if alone else DEAR_SHARE)
+        if fewer and not isinstance(answer, Plan) and not is_infeasible(answer) and clock() < deadline:
+            answer = tried(policy, deadline - clock(), math.inf, 1.0)
         took = clock() - began
         if not isinstance(answer, Plan):
             found.failures.append(answer)
@@ -144,16 +145,27 @@ def _search(
         found.plan = answer
         if fewer:
             if recomputation_is_short(answer, took, share):
-                note = (
-                    f"Recomputation ({policy}): it takes {share(answer):.1%} of the step, fewer blocks were not tried."
-                )
-                found.plan = replace(answer, notes=(*answer.notes, note))
+                note = f"it takes {share(answer):.1%} of the step, fewer blocks were not tried"
+                found.add_note(f"Recomputation ({policy}): {note}.")
             else:
                 blocks = blocks_of(found.failures[0])
                 FewerBlocks(found, policy, smaller, tried, blocks, deadline, clock, share, dear, need).run(took)
+            _prove(found, answer, tried, deadline - clock())
         elif policy == "never" and len(policies) > 1 and dear(answer) > DEAR_SHARE:
             _recomputed_instead(found, policies[1:], tried, lambda: deadline - clock(), dear)
         break
+
+
+def _prove(found: Found, first: Plan, tried: Tried, left: float) -> None:
+    """Where the plan that recomputes all blocks, ``first``, stayed the best and unproved: solve it to the end."""
+    plan = found.plan
+    assert plan is not None
+    unproved = _Open.of(plan)
+    if plan.remat_policy != first.remat_policy or unproved is None or left <= 0:
+        return
+    answer = tried(plan.remat_policy, left, math.inf, 1.0)
+    if isinstance(answer, Plan) and answer.cost.total_s <= plan.cost.total_s and answer.lower_bound > unproved.bound:
+        found.plan = replace(answer, notes=(*answer.notes, *plan.notes[len(first.notes) :]))
 
 
 def _recomputed_instead(
