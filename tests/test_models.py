@@ -100,3 +100,9 @@ def test_factories_are_found_from_the_current_directory(tmp_path, monkeypatch):
     ]:
         with pytest.raises(UnsupportedModelError, match=message):
             load_model_factory(spec)
+
+
+def test_a_model_loaded_for_a_sequence_length_is_planned_for_it() -> None:
+    factory = load_model_factory("hub:gpt2_small?layers=1", sequence_length=16)
+    assert trace_model(factory, batch_size=2).batch[0]["token_ids"].shape == (2, 16)
+    assert trace_model(factory, batch_size=2, sequence_length=8).batch[0]["token_ids"].shape == (2, 8)

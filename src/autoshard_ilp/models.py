@@ -8,6 +8,7 @@ AdamW and the loss of its task. ``hub:llama3_8b?layers=2&dtype=float32`` changes
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -232,7 +233,8 @@ def load_model_factory(spec: str, *, sequence_length: int | None = None) -> Call
     Args:
         spec: "package.module:factory" (a callable without arguments, or a model), found from the current directory
             too; or "hub:<preset>", optionally with "?layers=<n>&dtype=<policy>".
-        sequence_length: checked against the longest sequence that the preset's position embedding holds.
+        sequence_length: checked against the longest sequence that the preset's position embedding holds, and what is
+            planned for where the call that plans does not say.
 
     Returns:
         A callable without arguments that builds a compiled ``keras.Model``.
@@ -248,9 +250,16 @@ def load_model_factory(spec: str, *, sequence_length: int | None = None) -> Call
             f"Presets: {', '.join(hub_presets())}."
         )
     ensure_jax_backend()
-    if kind == "hub":
-        return _hub_factory(rest, sequence_length)
-    return _imported_factory(kind, rest)
+    factory = _hub_factory(rest, sequence_length) if kind == "hub" else _imported_factory(kind, rest)
+    if sequence_length is None:
+        return factory
+
+    @functools.wraps(factory)
+    def build() -> Any:
+        return factory()
+
+    build.sequence_length = sequence_length  # type: ignore[attr-defined]
+    return build
 
 
 def _hub_factory(text: str, sequence_length: int | None) -> Callable[[], Any]:

@@ -122,7 +122,8 @@ def trace_model(
         inputs: pytree of arrays, ``jax.ShapeDtypeStruct`` or ``keras.KerasTensor``; ``None``: the functional model's.
         targets: likewise; ``None``: derived from the compiled loss and the model's outputs.
         sample_weight: likewise; ``None``: the step takes no sample weights.
-        sequence_length: size of the unknown dimension of inputs such as token ids.
+        sequence_length: size of the unknown dimension of inputs such as token ids; None: what the builder was loaded
+            for (:func:`autoshard_ilp.models.load_model_factory`), if it was.
         device_count: only used for the default batch size.
 
     Returns:
@@ -137,6 +138,8 @@ def trace_model(
     if not is_one_of(mode, MODES):
         raise InputShapeError(f"mode must be one of {MODES}. Received: {mode!r}.")
     ki.ensure_jax_backend()
+    if sequence_length is None and not _is_model(model_or_builder):
+        sequence_length = getattr(model_or_builder, "sequence_length", None)  # of a model named for it
 
     def prepare(model: Any) -> tuple[tuple[Any, ...], int, Sequence[tuple[Any, Any]]]:
         return _prepare(model, mode, batch_size, inputs, targets, sample_weight, sequence_length, device_count)
