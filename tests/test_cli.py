@@ -144,6 +144,15 @@ def test_an_interrupt_exits_with_130(monkeypatch):
     assert fails(130, *PLAN) == "interrupted"
 
 
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_an_interrupt_while_the_command_line_loads_is_quiet(tmp_path):
+    (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    run = [sys.executable, "-c", "from autoshard_ilp.__main__ import main; main()"]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own(monkeypatch):
     def interrupted(*_, **__):
         try:
