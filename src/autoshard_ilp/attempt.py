@@ -91,12 +91,13 @@ def attempt(
     cutoff: float = math.inf,
     binds: Binds = Binds.PERHAPS,
     dear: float = 1.0,
+    free_part: float = 1.0,
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
 
     ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow. Only a plan
-    whose objective is below ``cutoff`` (seconds) is wanted. ``binds`` as in :func:`solve_halved`, ``dear`` as in
-    :func:`autoshard_ilp.program.solve`.
+    whose objective is below ``cutoff`` (seconds) is wanted. ``binds`` and ``free_part`` as in :func:`solve_halved`,
+    ``dear`` as in :func:`autoshard_ilp.program.solve`.
     """
     from autoshard_ilp.program import solve
 
@@ -112,7 +113,7 @@ def attempt(
             return solve(problem.program, within(request.solver, seconds), **keywords)
 
     limit = min(seconds, request.solver.time_limit)
-    found, solution, notes = solve_halved(priced, solved, limit, cutoff=cutoff, binds=binds)
+    found, solution, notes = solve_halved(priced, solved, limit, cutoff=cutoff, binds=binds, free_part=free_part)
     table, built = found.table, found.built
     if solution.choices is None and solution.report.get("interrupted"):
         raise KeyboardInterrupt  # there is no plan to keep, and nothing else shall be tried

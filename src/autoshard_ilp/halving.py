@@ -70,6 +70,7 @@ def solve_halved(
     clock: Callable[[], float] = time.monotonic,
     cutoff: float = math.inf,
     binds: Binds = Binds.PERHAPS,
+    free_part: float = 1.0,
 ) -> tuple[P, Any, tuple[str, ...]]:
     """Solves a program and, where memory binds, the one with two decisions per repeated layer instead.
 
@@ -81,6 +82,7 @@ def solve_halved(
         cutoff: objective, in seconds, that ``solve`` only wants a better plan for.
         binds: where memory is likely to bind, the larger program is looked at first; where it surely does, it is solved
             at once.
+        free_part: of the time left, what the proof may take as long as memory does not bind.
 
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
@@ -101,7 +103,7 @@ def solve_halved(
             return one, solve(one, None, left()), ()
         if binds is Binds.SURELY:
             return one, solve(one, None, left(), relaxed=cheapest(one.program)), (HALVED,)
-        first = solve(one, None, LOOK_SHARE * time_limit if halved else left(), rows=False)
+        first = solve(one, None, LOOK_SHARE * time_limit if halved else free_part * left(), rows=False)
         relaxed = first.report.pop("relaxed", None)
         if relaxed is not None or over(first):
             break

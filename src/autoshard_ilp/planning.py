@@ -20,6 +20,9 @@ from autoshard_ilp.rematsearch import memory_share, recomputed_share, search
 from autoshard_ilp.request import Request
 from autoshard_ilp.step import Step, graph_of, whole_graph
 
+FREE_PART = 0.4
+"""Of the time left: what proving a plan that recomputes all blocks may take, at first, where memory does not bind."""
+
 
 @old_objects_left()
 def plan_traced(
@@ -53,16 +56,20 @@ def _search(
 ) -> Plan:
     tight, bound = False, False  # something did not fit; all blocks recompute and memory binds nevertheless
     large = False  # programs are
+    asked: set[str] = set()
 
     def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Plan | Failure:
         nonlocal tight, bound, large
         with progress.stage("graph"):
             graph = step(policy)
-        known = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds}
+        known: dict[str, Any] = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds}
         between = policy not in policies
         binds = Binds.LIKELY if tight and not large else Binds.PERHAPS
         if between:  # fewer blocks: surely where the budget binds with all of them, else from some number on
             binds = Binds.SURELY if bound else Binds.PERHAPS
+        # Where all blocks recompute and memory does not bind, fewer are worth more than the last of the proof.
+        known["free_part"] = FREE_PART if tight and policy not in asked and not between else 1.0
+        asked.add(policy)
         answer = attempt(graph, traced, request, progress, cutoff=cutoff, dear=dear, binds=binds, **known)
         if not between:
             bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0
