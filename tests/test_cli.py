@@ -153,6 +153,15 @@ def test_an_interrupt_while_the_command_line_loads_is_quiet(tmp_path):
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
+def test_a_closed_standard_error_is_no_fault(tmp_path):
+    (tmp_path / "broken.json").write_text("{")
+    command = f'"{sys.executable}" -m autoshard_ilp compare broken.json broken.json 2>&-'
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, shell=True, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, timeout=120)
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
 def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own(monkeypatch):
     def interrupted(*_, **__):
         try:

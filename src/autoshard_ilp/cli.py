@@ -29,6 +29,7 @@ from autoshard_ilp.console import (
     print_text,
     quiet_native_logs,
     reported,
+    reserve_streams,
     say,
     width,
 )
@@ -402,6 +403,7 @@ cli_explore.register(app)
 
 def main() -> None:
     """Entry point of the ``autoshard`` command."""
+    reserve_streams()
     try:
         app()
     except KeyboardInterrupt:

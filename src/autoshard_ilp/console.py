@@ -110,6 +110,20 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def reserve_streams() -> None:
+    """Standard streams that the shell closed lead nowhere: else the next file opened gets what libraries print."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  # as long as the process lives
+
+
 def say(message: str) -> None:
     """One message on stderr, whatever the locale can print."""
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
