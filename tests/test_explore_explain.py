@@ -1,5 +1,6 @@
 """plan.explain and plan.compare: every price is that of a plan which is found by itself."""
 
+import dataclasses
 import json
 import math
 
@@ -87,6 +88,19 @@ def test_without_time_the_bounds_are_honest(plan):
     for a in plan.explain("wide/kernel", time_limit=0.0).alternatives:
         assert a.lower_bound_s <= full[a.layout] * (1 + 1e-9) <= a.total_s * (1 + 2e-9)
         assert a.proof == "exact" or not a.chosen
+
+
+def test_what_was_not_found_in_time_is_not_said_not_to_exist(plan):
+    why = plan.explain("wide/kernel", time_limit=0.0)
+    late = [
+        dataclasses.replace(a, total_s=math.inf, lower_bound_s=0.5, proof="bounded")
+        for a in why.alternatives
+        if not a.chosen
+    ]
+    text = dataclasses.replace(why, alternatives=(why.chosen, *late)).text(100)
+    assert "had a plan in time" in text and ">= 500 ms" in text
+    never = [dataclasses.replace(a, proof="infeasible") for a in late]
+    assert "No other layout has a plan" in dataclasses.replace(why, alternatives=(why.chosen, *never)).text(100)
 
 
 @pytest.mark.parametrize("width", [60, 100])

@@ -48,8 +48,9 @@ def _table(e: Any, width: int) -> Any:
     for a in e.alternatives:
         layout = ("* " if a.chosen else "  ") + show.spec_text(a.spec, len(e.shape))
         if not math.isfinite(a.total_s):
-            found = "does not fit" if a.proof == "infeasible" else "no plan in time"
-            lines.append([layout, found, "", "", "", a.proof])
+            late = a.proof == "bounded"
+            sure = f">= {show.seconds(a.lower_bound_s)}" if late and a.lower_bound_s > 0 else a.proof
+            lines.append([layout, "no plan in time" if late else "does not fit", "", "", "", sure])
             continue
         sure = a.proof if a.proof == "exact" else f">= {show.seconds(a.lower_bound_s)}"
         extra = show.signed_seconds(a.total_s - e.total_s)
