@@ -182,7 +182,7 @@ def test_policies_left_as_too_dear_are_taken_up_where_they_may_be_faster(any_pla
             return plan("full", 10.0, "optimal", 10.0) if policy == "full" else plan("never", 9.0, "optimal", 9.0)
         return plan("never", 20.0, "feasible", 5.0) if policy == "never" else left("selective", 9.5)
 
-    found = search(POLICIES, tried, lambda failed: 16, 100.0, dear=lambda plan: 0.5)
+    found = search(POLICIES, tried, lambda failed: 16, 100.0, dear=lambda plan: 0.06)
     below_20, below_10 = pytest.approx(20.0 * (1 - GAIN)), pytest.approx(10.0 * (1 - GAIN))
     first = [("never", math.inf, DEAR_SHARE), ("selective", below_20, DEAR_SHARE), ("full", below_20, 1.0)]
     assert asked == [*first, ("never", below_10, 1.0)], "9.5 s at least is slower than the 9 s found by then"
@@ -393,3 +393,34 @@ def test_all_blocks_without_a_plan_in_time_are_asked_again(any_plan: Plan) -> No
 
     found = search(("never", "selective", "full"), tried, lambda failed: 1, 100.0, lambda: 0.0)
     assert asked[:2] == [90.0, 100.0] and found.plan is not None
+
+
+@pytest.mark.parametrize(
+    ("every_s", "fastest_s", "policy"), [(9.5, 7.0, "selective:6"), (11.0, 7.0, "selective:6"), (11.0, 12.0, "never")]
+)
+def test_some_blocks_between_none_and_all_where_both_fit(
+    every_s: float, fastest_s: float, policy: str, any_plan: Plan
+) -> None:
+    """None take 10 seconds, 6 of them for the budget's sake; six blocks are the best number."""
+    asked: list[str] = []
+
+    def tried(text: str, limit: float, worse_than: float, dear: float) -> Any:
+        asked.append(text)
+        k = parse_policy(text).blocks
+        took = {"never": 10.0, "selective": every_s}.get(text, fastest_s + abs((k or 6) - 6) / 8)
+        lower = SimpleNamespace(
+            status="feasible", lower_bound=worse_than, report={"without_memory": 4.0 + (k or 24) / 24}
+        )
+        if took >= worse_than:
+            return SimpleNamespace(solution=lower, step=SimpleNamespace(remat=text))
+        return replace(_costing(any_plan, took), remat_policy=text)
+
+    def dear(plan: Plan) -> float:
+        k = {"never": 0, "selective": 24}.get(plan.remat_policy, parse_policy(plan.remat_policy).blocks)
+        return max(0.0, 1.0 - (4.0 + k / 24) / plan.cost.total_s)
+
+    found = search(("never", "selective"), tried, lambda answer: 24, 100.0, dear=dear)
+    assert found.plan is not None and found.plan.remat_policy == policy
+    assert asked[:4] == ["never", "selective", "selective:12", "selective:6"]
+    expected = "although a plan without any fits" if policy != "never" else "no faster plan was found"
+    assert expected in found.plan.notes[-1]

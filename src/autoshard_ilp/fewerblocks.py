@@ -11,7 +11,7 @@ where the plans that are best *without* a budget go: their seconds and their byt
    eighth of them less is no faster, that room is worth more than the recomputation; the search goes down in steps of an
    eighth, each twice the one before, and back, and ends within an eighth;
 3. at last the middles of the gaps wider than an eighth are tried, where what the step would take without a budget (in
-   between: the mean) leaves a gain.
+   between: the mean) leaves a gain; where a plan without recomputation fits, only that.
 
 Where one plan takes long, fewer blocks are tried only if they may save :data:`LONG_GAIN` of the step.
 """
@@ -140,6 +140,11 @@ class FewerBlocks:
         fit = f"{self.high} of {self.n_blocks} blocks fit"
         self.found.add_note(f"Recomputation ({self.best.remat_policy}): {fit}, {searched}.")
 
+    def between(self, none_s: float, every_s: float) -> None:
+        """Look between no block and all, which fit and take at least that many seconds without a budget."""
+        self.least = {0: none_s, self.n_blocks: every_s}
+        self._look_between()
+
     def _narrow(self, took: float) -> tuple[int, float] | None:
         """Raise ``low`` and lower ``high``. A number of blocks that is not worth a long try, and what it may save."""
         self.long = took > QUICK_SECONDS
@@ -150,9 +155,7 @@ class FewerBlocks:
             part = self.share(self.best) * (self.high - middle) / self.high
             if self.long and part < LONG_GAIN:
                 return middle, part
-            began = self.clock()
             answer = self._attempt(middle)
-            self.long = self.clock() - began > QUICK_SECONDS
             if isinstance(answer, Plan):
                 self.high = middle
             elif is_infeasible(answer):
@@ -206,10 +209,11 @@ class FewerBlocks:
         """Try the middles of wide gaps between the numbers tried."""
         while self.clock() < self.deadline:
             inside = sorted(k for k in self.least if k >= self.low)
+            wanted = worth(self.best) * (1 - LONG_GAIN * self.long)
             gaps = [
                 (a - b, (a + b) // 2)
                 for a, b in pairwise(inside)
-                if b - a > self.eighth and 0.5 * (self.least[a] + self.least[b]) < worth(self.best)
+                if b - a > self.eighth and 0.5 * (self.least[a] + self.least[b]) < wanted
             ]
             if not gaps:
                 break
@@ -218,7 +222,9 @@ class FewerBlocks:
     def _attempt(self, blocks: int) -> Any:
         """A plan or a failure; the best plan is kept."""
         policy = str(Policy(self.policy, blocks, self.rest))
-        answer = self.tried(policy, self.deadline - self.clock(), worth(self.best), 1.0)
+        began = self.clock()
+        answer = self.tried(policy, self.deadline - began, worth(self.best), 1.0)
+        self.long = self.clock() - began > QUICK_SECONDS
         self.least[blocks] = -math.inf
         if isinstance(answer, Plan):
             self.least[blocks] = self._without_budget(answer)

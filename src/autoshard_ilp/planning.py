@@ -86,6 +86,11 @@ def _search(
     return with_history(found.plan, policies, found.failures)
 
 
+def _blocks(answer: Plan | Failure) -> int:
+    step = answer.executable if isinstance(answer, Plan) else answer.step
+    return 1 if step is None else step.blocks
+
+
 def needed_share(request: Request) -> Callable[[Plan | Failure], float]:
     """Answer -> share of the budget that the fastest plan without a budget would take, as a search wants it."""
 

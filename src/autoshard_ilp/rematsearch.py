@@ -7,7 +7,8 @@ decided anew for it, and its copies are priced by their FLOP, bytes and collecti
 1. plans without recomputation; if that fits and costs next to no more than it would without a budget, it is the best,
    since copies only add cost;
 2. if it fits but the budget makes it dear, recomputes all blocks, selectively or in full, and takes the fastest: each
-   policy is left once it is proved dear, and the best is taken up again, as is what is not proved to be slower;
+   policy is left once it is proved dear, and the best is taken up again, as is what is not proved to be slower; then
+   some blocks, between none and all;
 3. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit;
 4. then looks for a smaller ``k`` that is faster (:mod:`autoshard_ilp.fewerblocks`).
 
@@ -82,7 +83,7 @@ def search(
         tried: policy text, most seconds to solve, the objective that only a better plan is wanted for, and the share of
             the step from which on a budget that adds more is left without proof -> plan, or a failure where none fits
             or none is better.
-        blocks_of: number of blocks, from the failure of "never".
+        blocks_of: number of blocks, from the failure or the plan of "never".
         time_limit: seconds of solving, of all policies together; a first plan that fits is looked for in any case.
         clock: seconds that only grow.
         share: share of a plan's step that recomputation takes; where planning takes long and this is small, or below
@@ -151,7 +152,12 @@ def _search(
                 FewerBlocks(found, policy, smaller, tried, blocks, deadline, clock, share, dear, need).run(took)
             _prove(found, answer, tried, deadline - clock())
         elif policy == "never" and len(policies) > 1 and dear(answer) > DEAR_SHARE:
-            _recomputed_instead(found, policies[1:], tried, lambda: deadline - clock(), dear)
+            every = _recomputed_instead(found, policies[1:], tried, lambda: deadline - clock(), dear)
+            none = answer.cost.total_s * (1 - dear(answer))
+            for name, seconds in every.items():
+                some = FewerBlocks(found, name, "never", tried, blocks_of(answer), deadline, clock, share, dear, need)
+                some.between(none, seconds)
+            _explain(found, answer, dear)
         break
 
 
@@ -169,21 +175,25 @@ def _prove(found: Found, first: Plan, tried: Tried, left: float) -> None:
 
 def _recomputed_instead(
     found: Found, policies: Sequence[str], tried: Tried, left: Callable[[], float], dear: Callable
-) -> None:
+) -> dict[str, float]:
     """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute.
 
     The policies share the seconds that are ``left``. Those left without proof are taken up again, the best first: that
     one is solved to the end, and the others need only be proved to be no faster.
+
+    Returns:
+        Policy -> seconds that a step would take at least without a budget.
     """
     assert found.plan is not None
-    best = first = found.plan
-    unproved = [_Open.of(first)]
+    best = found.plan
+    unproved, every = [_Open.of(best)], dict[str, float]()
     for number, policy in enumerate(policies):
         if left() <= 0:
             break
         last = number == len(policies) - 1
         answer = tried(policy, left() / (len(policies) - number), worth(best), 1.0 if last else DEAR_SHARE)
         unproved.append(_Open.of(answer))
+        every[policy] = answer.cost.total_s * (1 - dear(answer)) if isinstance(answer, Plan) else _free_seconds(answer)
         if isinstance(answer, Plan) and answer.cost.total_s < best.cost.total_s:
             best = found.plan = answer
             if dear(best) <= DEAR_SHARE:
@@ -195,6 +205,21 @@ def _recomputed_instead(
         answer = tried(one.policy, left(), math.inf if own else worth(best), 1.0)
         if isinstance(answer, Plan) and answer.cost.total_s <= best.cost.total_s:
             best = found.plan = answer
+    return every
+
+
+def _free_seconds(failure: Any) -> float:
+    """Seconds that a step would take at least without a budget; infinite where nothing fits."""
+    solution = getattr(failure, "solution", None)
+    if solution is None or solution.status == "infeasible":
+        return math.inf
+    return float(getattr(solution, "report", {}).get("without_memory", solution.lower_bound))
+
+
+def _explain(found: Found, first: Plan, dear: Callable[[Plan], float]) -> None:
+    """Says why the best plan recomputes although ``first`` does not, or why not."""
+    best = found.plan
+    assert best is not None
     if best.remat_policy == first.remat_policy:
         note = f"The budget adds up to {dear(best):.0%} to the step; with recomputation no faster plan was found."
     elif _Open.of(first) is None:
@@ -204,7 +229,7 @@ def _recomputed_instead(
         )
     else:
         note = f"Recomputation ({best.remat_policy}) although a plan without any fits: none of those is faster."
-    found.plan = replace(best, notes=(*best.notes, note))
+    found.add_note(note)
 
 
 @dataclass(frozen=True)
