@@ -62,7 +62,10 @@ def test_across_hardware_with_prices():
     assert by_time.candidates[0].hardware == "h100" and by_price.candidates[0].hardware == "tpu-v5e"
     for c in by_price:
         assert c.price_per_step == pytest.approx(prices[c.hardware] * c.devices * c.total_s / 3600)
-    assert "price" in by_price.text() and "(h100)" in by_price.text()
+    for width in (60, 110):  # what ranks them is seen in a narrow terminal too
+        text = by_price.text(width)
+        assert " price " in text and "(h100)" in text and max(map(len, text.splitlines())) <= width
+    assert "price" not in by_price.text(40).lower()
 
 
 def test_what_cannot_be_is_said():

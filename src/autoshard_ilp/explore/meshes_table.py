@@ -146,16 +146,16 @@ class MeshSearch:
             recompute = "" if c.remat in ("", "never") else f", recompute {c.remat}"
             lines.append([name, *times, size(c.peak_bytes), *price, c.status + recompute])
         columns = ["mesh", "step", "compute", "communication", "peak", *(["price"] if priced else []), "status"]
-        if lines and room(width or 110, columns, lines) < max(len(x[0]) for x in lines):
-            columns, lines = [*columns[:2], *columns[4:]], [[*x[:2], *x[4:]] for x in lines]
-        if lines and room(width or 110, columns, lines) < max(len(x[0]) for x in lines):
-            columns, lines = [*columns[:2], columns[-1]], [[*x[:2], x[-1]] for x in lines]
+        for spared in (("compute", "communication"), ("peak",), ("price",)):
+            if lines and room(width or 110, columns, lines) < max(len(x[0]) for x in lines):
+                kept = [i for i, column in enumerate(columns) if column not in spared]
+                columns, lines = [columns[i] for i in kept], [[x[i] for i in kept] for x in lines]
         first = self.candidates[0] if self.candidates else None
         where = "" if several or first is None else f" of {first.hardware}"
         title = (
             f"Meshes of {first.devices if first and not several else 'several'} devices{where}, batch {self.batch_size}"
         )
-        note = "Price: of one step on all devices." if priced else ""
+        note = "Price: of one step on all devices." if "price" in columns else ""
         parts: list[Any] = [table(title, columns, lines, note=note)]
         parts += ["Interrupted: not every mesh was tried."] if self.interrupted else []
         return rendered(parts, width or 110, only_ascii)
