@@ -11,6 +11,7 @@ import pytest
 import autoshard_ilp as autoshard
 from autoshard_ilp import flatten
 from autoshard_ilp.garbage import old_objects_left
+from autoshard_ilp.program import core
 
 
 def deep() -> keras.Model:
@@ -43,3 +44,21 @@ def test_the_collector_is_as_before() -> None:
         assert gc.get_threshold()[:2] == before[:2] and gc.get_threshold()[2] > 10**6
         raise ZeroDivisionError
     assert gc.get_threshold() == before
+
+
+def test_a_plan_is_there_however_little_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a few messages choose or, before there is any, whole tensors; where these do not fit, an error says so."""
+    limit = autoshard.SolverOptions(time_limit=1e-6)
+    options: dict[str, Any] = {"batch_size": 64, "hardware": "h100", "solver": limit, "remat": "never"}
+    plan = autoshard.optimize(deep, {"data": 2, "model": 2}, **options)
+    assert plan.status == "feasible" and plan.cost.total_s > 0
+
+    def nothing(self: Any, net: Any, upper: float) -> None:
+        return None
+
+    monkeypatch.setattr(core.Descent, "_any_plan", nothing)
+    whole = autoshard.optimize(deep, {"data": 2, "model": 2}, **options)
+    assert whole.status == "feasible" and not any(any(spec) for spec in whole.specs.values())
+    assert whole.cost.communication_s == 0.0 and whole.lower_bound <= whole.cost.total_s
+    with pytest.raises(autoshard.InfeasibleError, match="time"):
+        autoshard.optimize(deep, {"data": 2, "model": 2}, int(0.9 * whole.memory.peak_bytes), **options)

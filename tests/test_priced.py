@@ -63,3 +63,21 @@ def test_prices_prove_what_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
         assert math.isfinite(bounds[1]) and bounds[1] >= bounds[0] * (1 - 1e-12)
         closer += (bounds[1] - bounds[0]) / best
     assert closer > 0.01, "relaxations found no better prices"
+
+
+def test_few_strategies_that_hold_no_plan_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One strategy per node, at the least capacity with a plan: often none of those fits together, and others do."""
+    monkeypatch.setattr(priced, "FEW", (1,))
+    monkeypatch.setattr(priced, "PLANS", 0)
+    without = 0
+    for program, relaxed in cases():
+        tight = dataclasses.replace(program, capacity=minimum_capacity(program, OPTIONS)[0])
+        search = Search(tight, OPTIONS, time.monotonic(), None)
+        room = Room.of(tight)
+        room.run()
+        owner = Constrained(search, relaxed, room)
+        owner.rows = [owner.owners.row(t) for t in owner._first_times()]
+        net = PricedNet(owner, build_net(tight, owner.keep, owner.rows, room.cells), np.zeros(len(owner.rows)))
+        without += net.few(10**9) is None
+        assert solve(tight, OPTIONS).objective == pytest.approx(brute_force(tight).objective, rel=1e-9)
+    assert without > 0

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from autoshard_ilp.costs.overlap import overlap_notes
 from autoshard_ilp.errors import UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
@@ -14,6 +16,7 @@ from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request, recipe
+from autoshard_ilp.sharding import WHOLE
 from autoshard_ilp.step import Step, loop_notes
 
 ROLES = {
@@ -117,10 +120,27 @@ def attempt(
     table, built = found.table, found.built
     if solution.choices is None and solution.report.get("interrupted"):
         raise KeyboardInterrupt  # there is no plan to keep, and nothing else shall be tried
+    if solution.status == "feasible" and solution.choices is None and math.isinf(cutoff):
+        solution = with_whole_tensors(found, solution)
     if solution.status == "infeasible" or solution.choices is None:
         return Failure(step, infos, table, built, solution, found.pinned)
     plan = assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
     return replace(plan, notes=(*plan.notes, *notes))
+
+
+def with_whole_tensors(problem: Priced, solution: Any) -> Any:
+    """A solution that ran out of time before any plan: with everything whole on every device, where that fits."""
+    choices = np.zeros(len(problem.table.classes), np.int64)
+    for number, cls in enumerate(problem.table.classes):
+        for at, strategy in enumerate(cls.strategies):
+            if all(x is not None and set(x) <= {WHOLE} for x in (*strategy.operands, *strategy.results)):
+                choices[number] = at
+                break
+    program = problem.program
+    objective, peak = program.cost(choices), program.peak(choices)
+    if not math.isfinite(objective) or (program.capacity is not None and peak > program.capacity):
+        return solution
+    return replace(solution, choices=choices, objective=objective, peak_bytes=peak)
 
 
 @collector_paused()

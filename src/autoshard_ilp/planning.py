@@ -77,10 +77,9 @@ def _search(
             large = large or (isinstance(answer, Failure) and answer.built is not None and wide(answer.built.program))
         return answer.without_tables() if between and isinstance(answer, Failure) else answer
 
-    blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
-    found = search(
-        policies, tried, blocks, limit, share=recomputed_share, dear=memory_share, need=needed_share(request)
-    )
+    need = needed_share(request)
+    limit = request.solver.time_limit
+    found = search(policies, tried, _blocks, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)

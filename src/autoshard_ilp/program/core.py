@@ -8,6 +8,7 @@ many strategies and tables many cells, plans within ever wider limits are looked
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -143,6 +144,7 @@ class Descent:
                 self.prove(net.constant)
                 return net
             if time.monotonic() > self.deadline:
+                self._any_plan(net, upper)
                 return net
             since = time.monotonic()
             strategies = net.size()["strategies"]
@@ -177,6 +179,17 @@ class Descent:
             return self.widening.run(net, upper)
         finally:
             self.log.append({"windows": self.widening.windows})
+
+    def _any_plan(self, net: Net, upper: float) -> None:
+        """Out of time without a plan: what a few messages choose is one."""
+        if math.isfinite(upper):
+            return
+        for number in list(net.factors):
+            reduce.compress(net, number)
+        messages = Messages(net)
+        messages.sweep(count=CHECK)
+        self.offer(net.complete(messages.improve(messages.decode())))
+        self.prove(messages.bound)
 
     def _over(self) -> bool:
         return self.done() or time.monotonic() > self.deadline

@@ -207,7 +207,7 @@ class PricedNet:
     def few(self, most: int) -> Net | None:
         """The net with a few strategies per node, those of least bound and of the plans met, and presolved.
 
-        As many as leave at most ``most`` cells; None where even the fewest leave more.
+        As many as leave at most ``most`` cells; None where even the fewest leave more, or hold no plan.
         """
         totals = self.messages.totals()
         plans = [x for x in (*self.owner.seen[-PLANS:], self.search.best) if x is not None and self.net.contains(x)]
@@ -226,7 +226,10 @@ class PricedNet:
                 reduce.compress(net, number)
             if net.size()["cells"] > BEFORE_PRESOLVE * most:
                 continue
-            self.presolve(net)
+            try:
+                self.presolve(net)
+            except EmptyNodeError:  # the few do not fit, or cannot beat what is known; others may
+                return None
             if net.size()["cells"] <= most:
                 return net
         return None
