@@ -221,6 +221,12 @@ def test_a_proof_gets_a_part_of_the_time_as_long_as_memory_does_not_bind() -> No
     assert [(a[0], a[2]) for a in solver.asked] == [("tied", 40.0), ("fine", 90.0)]
 
 
+def test_where_memory_binds_another_part_of_it() -> None:
+    solver = _Solver(answers(LARGE, 2.0), takes=20.0)
+    solve_halved(make, solver, 100.0, lambda: solver.now, bound_part=0.25)
+    assert [(a[0], a[2]) for a in solver.asked] == [("tied", 100.0), ("fine", 20.0)]
+
+
 def test_programs_of_three_axes_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     edges = [SimpleNamespace(table=np.zeros((30, 40))), SimpleNamespace(table=np.zeros((20, 10)))]
     monkeypatch.setattr(halving, "WIDE_CELLS", 1400)

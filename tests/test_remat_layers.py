@@ -143,7 +143,8 @@ def test_a_plan_that_its_budget_makes_dear_is_compared_with_recomputation(
 ) -> None:
     planner = _Planner(16, 16, any_plan, seconds={"never": never_s / 16, "selective": 1.0, "full": 3.0})
     found = search(POLICIES, planner, lambda failed: 16, 100.0, dear=lambda plan: dear)
-    assert found.plan is not None and found.plan.remat_policy == policy and planner.asked == asked
+    assert found.plan is not None and found.plan.remat_policy == policy
+    assert [x for x in planner.asked if x in POLICIES] == asked, "and some blocks"
     assert any("recomputation" in note.lower() for note in found.plan.notes) is (len(asked) > 1)
 
 
@@ -177,6 +178,8 @@ def test_policies_left_as_too_dear_are_taken_up_where_they_may_be_faster(any_pla
         return SimpleNamespace(status="feasible", lower_bound=bound)
 
     def tried(policy: str, seconds: float, worse_than: float, dear: float) -> Any:
+        if policy not in POLICIES:
+            return left(policy, 30.0)  # some blocks are no faster
         asked.append((policy, worse_than, dear))
         if dear == 1.0:
             return plan("full", 10.0, "optimal", 10.0) if policy == "full" else plan("never", 9.0, "optimal", 9.0)
@@ -421,6 +424,6 @@ def test_some_blocks_between_none_and_all_where_both_fit(
 
     found = search(("never", "selective"), tried, lambda answer: 24, 100.0, dear=dear)
     assert found.plan is not None and found.plan.remat_policy == policy
-    assert asked[:4] == ["never", "selective", "selective:12", "selective:6"]
+    assert asked[:2] == ["never", "selective"] and "selective:6" in asked
     expected = "although a plan without any fits" if policy != "never" else "no faster plan was found"
     assert expected in found.plan.notes[-1]

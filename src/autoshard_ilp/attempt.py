@@ -53,13 +53,14 @@ NEARLY_PART = 0.1
 """Of the time limit: what finding it may take."""
 
 
-def free_peak_bytes(failure: Failure, request: Request) -> float:
+def free_peak_bytes(answer: Plan | Failure, request: Request) -> float:
     """Bytes per device at the peak of the fastest plan if there were no budget, nearly; NaN where none was found."""
     from autoshard_ilp.program import solve
 
-    if failure.built is None:
+    built = answer.built if isinstance(answer, Failure) else None if answer.trail is None else answer.trail.built
+    if built is None:
         return math.nan
-    program = replace(failure.built.program, capacity=None)
+    program = replace(built.program, capacity=None)
     options = replace(request.solver, relative_gap=max(NEARLY_GAP, request.solver.relative_gap))
     found = solve(program, within(options, NEARLY_PART * request.solver.time_limit))
     if found.report.get("interrupted"):
@@ -95,12 +96,13 @@ def attempt(
     binds: Binds = Binds.PERHAPS,
     dear: float = 1.0,
     free_part: float = 1.0,
+    bound_part: float = 1.0,
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
 
     ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow. Only a plan
-    whose objective is below ``cutoff`` (seconds) is wanted. ``binds`` and ``free_part`` as in :func:`solve_halved`,
-    ``dear`` as in :func:`autoshard_ilp.program.solve`.
+    whose objective is below ``cutoff`` (seconds) is wanted. ``binds``, ``free_part`` and ``bound_part`` as in
+    :func:`solve_halved`, ``dear`` as in :func:`autoshard_ilp.program.solve`.
     """
     from autoshard_ilp.program import solve
 
@@ -116,7 +118,8 @@ def attempt(
             return solve(problem.program, within(request.solver, seconds), **keywords)
 
     limit = min(seconds, request.solver.time_limit)
-    found, solution, notes = solve_halved(priced, solved, limit, cutoff=cutoff, binds=binds, free_part=free_part)
+    parts: dict[str, Any] = {"free_part": free_part, "bound_part": bound_part}
+    found, solution, notes = solve_halved(priced, solved, limit, cutoff=cutoff, binds=binds, **parts)
     table, built = found.table, found.built
     if solution.choices is None and solution.report.get("interrupted"):
         raise KeyboardInterrupt  # there is no plan to keep, and nothing else shall be tried

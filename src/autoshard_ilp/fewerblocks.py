@@ -11,7 +11,7 @@ where the plans that are best *without* a budget go: their seconds and their byt
    eighth of them less is no faster, that room is worth more than the recomputation; the search goes down in steps of an
    eighth, each twice the one before, and back, and ends within an eighth;
 3. at last the middles of the gaps wider than an eighth are tried, where what the step would take without a budget (in
-   between: the mean) leaves a gain; where a plan without recomputation fits, only that.
+   between: the mean) leaves a gain.
 
 Where one plan takes long, fewer blocks are tried only if they may save :data:`LONG_GAIN` of the step.
 """
@@ -82,12 +82,13 @@ def is_infeasible(failure: Any) -> bool:
 
 
 class FewerBlocks:
-    """One search below ``found.plan``, which recomputes all blocks under ``policy``; the others follow ``rest``.
+    """One search between ``none``, of which no block follows ``policy``, and ``every``, of which all do.
 
     Args:
-        found: plan and failures so far, of which the last one is that of ``rest`` alone; holds the answer after
-            :meth:`run`.
-        policy, rest: names of policies.
+        found: plan and failures so far; holds the answer after :meth:`run`.
+        policy, rest: names of policies; blocks that do not follow the one follow the other.
+        none: the failure of ``rest`` alone, or its plan where that is worth less than one that recomputes may be.
+        every: the plan of all blocks or, where it is known to be no faster than ``none``, the failure to be so.
         n_blocks: all blocks.
         deadline: time of ``clock`` after which nothing is tried.
         tried, clock, share, dear, need: as for :func:`autoshard_ilp.rematsearch.search`.
@@ -105,16 +106,22 @@ class FewerBlocks:
         share: Callable[[Plan], float],
         dear: Callable[[Plan], float],
         need: Callable[[Any], float],
+        none: Any,
+        every: Any,
     ) -> None:
         self.found, self.policy, self.rest, self.n_blocks = found, policy, rest, n_blocks
         self.tried, self.deadline, self.clock = tried, deadline, clock
-        self.share, self.dear, self.need = share, dear, need
+        self.dear, self.need = dear, need
         self.low, self.high = 0, n_blocks
-        self.binds = dear(self.best) > 0
+        self.none, self.every = none, every
+        self.binds = isinstance(every, Plan) and dear(every) > 0
         self.eighth = max(1, n_blocks // 8)
-        self.least = {n_blocks: self._without_budget(self.best)}  # seconds; -inf where not known
+        self.least = {n_blocks: self._without_budget(every)}  # seconds; -inf where not known
         self.long = False  # one plan takes long
         self.slower = False  # a number of blocks fits, or may, but is no faster
+        if isinstance(none, Plan):
+            self.least[0], self.slower = self._without_budget(none), True
+        self.recomputed_s = share(every) * every.cost.total_s if isinstance(every, Plan) else self._added_s()
 
     @property
     def best(self) -> Plan:
@@ -124,7 +131,13 @@ class FewerBlocks:
 
     def run(self, took: float) -> None:
         """Search; ``took`` are the seconds of the plan that recomputes all blocks."""
-        saves_little = self._narrow(took)
+        self.long, saves_little = took > QUICK_SECONDS, None
+        if isinstance(self.every, Plan):
+            saves_little = self._narrow(took)
+        else:  # neither end is the better one
+            guess = self._guess()
+            if guess is not None:
+                self._attempt(guess)
         if saves_little is None:
             self._look_between()
         fewer = "fewer are no faster or do not fit" if self.slower else "fewer do not fit"
@@ -137,22 +150,18 @@ class FewerBlocks:
             searched = fewer
         else:
             searched = f"{self.low} do not fit, what lies between was not tried in time"
+        if self.best is self.none or not isinstance(self.every, Plan):
+            return
         fit = f"{self.high} of {self.n_blocks} blocks fit"
         self.found.add_note(f"Recomputation ({self.best.remat_policy}): {fit}, {searched}.")
 
-    def between(self, none_s: float, every_s: float) -> None:
-        """Look between no block and all, which fit and take at least that many seconds without a budget."""
-        self.least = {0: none_s, self.n_blocks: every_s}
-        self._look_between()
-
     def _narrow(self, took: float) -> tuple[int, float] | None:
         """Raise ``low`` and lower ``high``. A number of blocks that is not worth a long try, and what it may save."""
-        self.long = took > QUICK_SECONDS
         fine = self.eighth if self.binds else 1
         steps = self._down() if self.binds else self._around_guess()
         while self.high - self.low > fine and self.clock() < self.deadline:
             middle = next(steps)
-            part = self.share(self.best) * (self.high - middle) / self.high
+            part = self.recomputed_s * (self.high - middle) / (self.n_blocks * self.best.cost.total_s)
             if self.long and part < LONG_GAIN:
                 return middle, part
             answer = self._attempt(middle)
@@ -193,8 +202,8 @@ class FewerBlocks:
         """Where what the fastest plans need without a budget, evenly between none and all blocks, meets the budget."""
         if self.n_blocks <= 8:
             return None
-        of_all = self.need(self.best)
-        of_none = self.need(self.found.failures[-1]) if of_all <= 1 else math.nan
+        of_all = self.need(self.every)
+        of_none = self.need(self.none) if of_all <= 1 else math.nan
         if not of_none > 1 >= of_all:
             return None
         guess = math.ceil(self.n_blocks * (of_none - 1) / (of_none - of_all))
@@ -231,6 +240,16 @@ class FewerBlocks:
             self.found.offer(answer)
         return answer
 
-    def _without_budget(self, plan: Plan) -> float:
-        """Seconds that a plan's step would take without a budget."""
-        return plan.cost.total_s * (1 - self.dear(plan))
+    def _without_budget(self, answer: Any) -> float:
+        """Seconds that a plan's step would take without a budget, or at least where there is no plan."""
+        if isinstance(answer, Plan):
+            return answer.cost.total_s * (1 - self.dear(answer))
+        solution = getattr(answer, "solution", None)
+        if solution is None or solution.status == "infeasible":
+            return -math.inf
+        return float(getattr(solution, "report", {}).get("without_memory", solution.lower_bound))
+
+    def _added_s(self) -> float:
+        """Seconds that recomputing all blocks adds to a step without a budget, where that is known."""
+        added = self.least[self.n_blocks] - self.least.get(0, math.nan)
+        return added if math.isfinite(added) else math.inf

@@ -71,6 +71,7 @@ def solve_halved(
     cutoff: float = math.inf,
     binds: Binds = Binds.PERHAPS,
     free_part: float = 1.0,
+    bound_part: float = 1.0,
 ) -> tuple[P, Any, tuple[str, ...]]:
     """Solves a program and, where memory binds, the one with two decisions per repeated layer instead.
 
@@ -83,6 +84,7 @@ def solve_halved(
         binds: where memory is likely to bind, the larger program is looked at first; where it surely does, it is solved
             at once.
         free_part: of the time left, what the proof may take as long as memory does not bind.
+        bound_part: of the time left then, what it may take where memory binds.
 
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
@@ -113,13 +115,13 @@ def solve_halved(
     start = None if first.choices is None else start_of(one.table, fine.table, first.choices)
     known = {
         "relaxed": start_of(one.table, fine.table, relaxed),
-        "plan_seconds": PLAN_SHARE * left(),
+        "plan_seconds": PLAN_SHARE * bound_part * left(),
         "without_memory": first.lower_bound,
     }
-    second = solve(fine, start, left(), **known)
+    second = solve(fine, start, bound_part * left(), **known)
     second.report["without_memory"] = first.lower_bound
     if second.choices is None and not over(second) and not one.table.halved:
-        return one, solve(one, None, left(), relaxed=relaxed), ()
+        return one, solve(one, None, bound_part * left(), relaxed=relaxed), ()
     return fine, second, (HALVED,)
 
 

@@ -23,6 +23,9 @@ from autoshard_ilp.step import Step, graph_of, whole_graph
 FREE_PART = 0.4
 """Of the time left: what proving a plan that recomputes all blocks may take, at first, where memory does not bind."""
 
+BOUND_PART = 0.25
+"""Of the time left: what a plan without recomputation may take, at first, where memory binds and others are allowed."""
+
 
 @old_objects_left()
 def plan_traced(
@@ -69,6 +72,9 @@ def _search(
             binds = Binds.SURELY if bound else Binds.PERHAPS
         # Where all blocks recompute and memory does not bind, fewer are worth more than the last of the proof.
         known["free_part"] = FREE_PART if tight and policy not in asked and not between else 1.0
+        # Where it binds without recomputation, that may be faster.
+        first = policy == "never" and len(policies) > 1 and policy not in asked
+        known["bound_part"] = BOUND_PART if first else 1.0
         asked.add(policy)
         answer = attempt(graph, traced, request, progress, cutoff=cutoff, dear=dear, binds=binds, **known)
         if not between:
@@ -94,10 +100,11 @@ def needed_share(request: Request) -> Callable[[Plan | Failure], float]:
     """Answer -> share of the budget that the fastest plan without a budget would take, as a search wants it."""
 
     def share(answer: Plan | Failure) -> float:
-        if request.capacity is None or (isinstance(answer, Plan) and memory_share(answer) > 0):
+        if request.capacity is None:
             return math.nan
-        held = answer.memory.peak_bytes if isinstance(answer, Plan) else free_peak_bytes(answer, request)
-        return held / request.capacity
+        if isinstance(answer, Plan) and memory_share(answer) == 0:
+            return answer.memory.peak_bytes / request.capacity
+        return free_peak_bytes(answer, request) / request.capacity
 
     return share
 

@@ -7,8 +7,8 @@ decided anew for it, and its copies are priced by their FLOP, bytes and collecti
 1. plans without recomputation; if that fits and costs next to no more than it would without a budget, it is the best,
    since copies only add cost;
 2. if it fits but the budget makes it dear, recomputes all blocks, selectively or in full, and takes the fastest: each
-   policy is left once it is proved dear, and the best is taken up again, as is what is not proved to be slower; then
-   some blocks, between none and all;
+   policy is left once it is proved dear; then fewer blocks are looked for, and at last what was left without proof is
+   taken up again, where it may be faster;
 3. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit;
 4. then looks for a smaller ``k`` that is faster (:mod:`autoshard_ilp.fewerblocks`).
 
@@ -24,7 +24,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard_ilp.fewerblocks import FewerBlocks, Found, Tried, is_infeasible, recomputation_is_short, worth
+from autoshard_ilp.fewerblocks import (
+    LONG_GAIN,
+    FewerBlocks,
+    Found,
+    Tried,
+    is_infeasible,
+    recomputation_is_short,
+    worth,
+)
 from autoshard_ilp.plan import Plan
 
 FIRST_PART = 0.9
@@ -149,20 +157,26 @@ def _search(
                 found.add_note(f"Recomputation ({policy}): {note}.")
             else:
                 blocks = blocks_of(found.failures[0])
-                FewerBlocks(found, policy, smaller, tried, blocks, deadline, clock, share, dear, need).run(took)
+                judged = (share, dear, need, found.failures[-1], answer)
+                FewerBlocks(found, policy, smaller, tried, blocks, deadline, clock, *judged).run(took)
             _prove(found, answer, tried, deadline - clock())
         elif policy == "never" and len(policies) > 1 and dear(answer) > DEAR_SHARE:
-            every = _recomputed_instead(found, policies[1:], tried, lambda: deadline - clock(), dear)
-            none = answer.cost.total_s * (1 - dear(answer))
-            for name, seconds in every.items():
-                some = FewerBlocks(found, name, "never", tried, blocks_of(answer), deadline, clock, share, dear, need)
-                some.between(none, seconds)
-            _explain(found, answer, dear)
+            blocks = blocks_of(answer)
+
+            def fewer_of(
+                name: str, every: Any, took: float, until: float, none: Plan = answer, n: int = blocks
+            ) -> None:
+                judged = (share, dear, need, none, every)
+                FewerBlocks(found, name, "never", tried, n, until, clock, *judged).run(took)
+
+            _recomputed_instead(found, policies[1:], tried, fewer_of, deadline, clock, dear)
+        elif policy == "never" and len(policies) > 1:
+            _prove(found, answer, tried, deadline - clock())
         break
 
 
 def _prove(found: Found, first: Plan, tried: Tried, left: float) -> None:
-    """Where the plan that recomputes all blocks, ``first``, stayed the best and unproved: solve it to the end."""
+    """Where a plan that was left early, ``first``, stayed the best and unproved: solve it to the end."""
     plan = found.plan
     assert plan is not None
     unproved = _Open.of(plan)
@@ -174,46 +188,49 @@ def _prove(found: Found, first: Plan, tried: Tried, left: float) -> None:
 
 
 def _recomputed_instead(
-    found: Found, policies: Sequence[str], tried: Tried, left: Callable[[], float], dear: Callable
-) -> dict[str, float]:
+    found: Found,
+    policies: Sequence[str],
+    tried: Tried,
+    fewer_of: Callable[[str, Any, float, float], None],
+    deadline: float,
+    clock: Callable[[], float],
+    dear: Callable[[Plan], float],
+) -> None:
     """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute.
 
-    The policies share the seconds that are ``left``. Those left without proof are taken up again, the best first: that
-    one is solved to the end, and the others need only be proved to be no faster.
-
-    Returns:
-        Policy -> seconds that a step would take at least without a budget.
+    The policies share the time that is left. Of its part each spends what is left on fewer blocks (``fewer_of``:
+    policy, what all its blocks gave, seconds that took, time of the clock at which to end). What was left without proof
+    is taken up again, the best first: that one is solved to the end, and the others need only be proved to be no
+    faster, if they may be so by much.
     """
-    assert found.plan is not None
-    best = found.plan
-    unproved, every = [_Open.of(best)], dict[str, float]()
+
+    def best() -> Plan:
+        assert found.plan is not None
+        return found.plan
+
+    first = best()
+    unproved = [_Open.of(first)]
     for number, policy in enumerate(policies):
-        if left() <= 0:
+        began = clock()
+        if began >= deadline:
             break
         last = number == len(policies) - 1
-        answer = tried(policy, left() / (len(policies) - number), worth(best), 1.0 if last else DEAR_SHARE)
+        seconds = (deadline - began) / (len(policies) - number)
+        answer = tried(policy, seconds, worth(best()), 1.0 if last else DEAR_SHARE)
         unproved.append(_Open.of(answer))
-        every[policy] = answer.cost.total_s * (1 - dear(answer)) if isinstance(answer, Plan) else _free_seconds(answer)
-        if isinstance(answer, Plan) and answer.cost.total_s < best.cost.total_s:
-            best = found.plan = answer
-            if dear(best) <= DEAR_SHARE:
-                break
+        if isinstance(answer, Plan):
+            found.offer(answer)
+        fewer_of(policy, answer, clock() - began, began + seconds)
+        if best() is not first and dear(best()) <= DEAR_SHARE:
+            break
     for one in sorted((x for x in unproved if x is not None), key=lambda x: x.seconds):
-        own = one.policy == best.remat_policy
-        if left() <= 0 or not (own or one.bound < worth(best)):
+        own = one.policy == best().remat_policy
+        if clock() >= deadline or not (own or one.bound < best().cost.total_s * (1 - LONG_GAIN)):
             continue
-        answer = tried(one.policy, left(), math.inf if own else worth(best), 1.0)
-        if isinstance(answer, Plan) and answer.cost.total_s <= best.cost.total_s:
-            best = found.plan = answer
-    return every
-
-
-def _free_seconds(failure: Any) -> float:
-    """Seconds that a step would take at least without a budget; infinite where nothing fits."""
-    solution = getattr(failure, "solution", None)
-    if solution is None or solution.status == "infeasible":
-        return math.inf
-    return float(getattr(solution, "report", {}).get("without_memory", solution.lower_bound))
+        answer = tried(one.policy, deadline - clock(), math.inf if own else worth(best()), 1.0)
+        if isinstance(answer, Plan) and answer.cost.total_s <= best().cost.total_s:
+            found.plan = answer
+    _explain(found, first, dear)
 
 
 def _explain(found: Found, first: Plan, dear: Callable[[Plan], float]) -> None:
