@@ -35,14 +35,19 @@ def cases() -> list[tuple[Program, np.ndarray]]:
     return found
 
 
-def bound_of(program: Program, relaxed: np.ndarray) -> float:
-    """Seconds that the prices of the first rows prove."""
+def priced_net(program: Program, relaxed: np.ndarray) -> PricedNet:
+    """The whole program under its first rows, with no prices yet."""
     search = Search(program, OPTIONS, time.monotonic(), None)
     room = Room.of(program)
     room.run()
     owner = Constrained(search, relaxed, room)
     owner.rows = [owner.owners.row(t) for t in owner._first_times()]
-    net = PricedNet(owner, build_net(program, owner.keep, owner.rows, room.cells), np.zeros(len(owner.rows)))
+    return PricedNet(owner, build_net(program, owner.keep, owner.rows, room.cells), np.zeros(len(owner.rows)))
+
+
+def bound_of(program: Program, relaxed: np.ndarray) -> float:
+    """Seconds that the prices of the first rows prove."""
+    net = priced_net(program, relaxed)
     net.improve_prices()
     return net.bound
 
@@ -72,12 +77,6 @@ def test_few_strategies_that_hold_no_plan_prove_nothing(monkeypatch: pytest.Monk
     without = 0
     for program, relaxed in cases():
         tight = dataclasses.replace(program, capacity=minimum_capacity(program, OPTIONS)[0])
-        search = Search(tight, OPTIONS, time.monotonic(), None)
-        room = Room.of(tight)
-        room.run()
-        owner = Constrained(search, relaxed, room)
-        owner.rows = [owner.owners.row(t) for t in owner._first_times()]
-        net = PricedNet(owner, build_net(tight, owner.keep, owner.rows, room.cells), np.zeros(len(owner.rows)))
-        without += net.few(10**9) is None
+        without += priced_net(tight, relaxed).few(10**9) is None
         assert solve(tight, OPTIONS).objective == pytest.approx(brute_force(tight).objective, rel=1e-9)
     assert without > 0

@@ -57,38 +57,77 @@ def plan_traced(
 def _search(
     traced: Any, request: Request, progress: Progress, policies: Sequence[str], step: Callable[[str], Step]
 ) -> Plan:
-    tight, bound = False, False  # something did not fit; all blocks recompute and memory binds nevertheless
-    large = False  # programs are
-    asked: set[str] = set()
-
-    def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Plan | Failure:
-        nonlocal tight, bound, large
-        with progress.stage("graph"):
-            graph = step(policy)
-        known: dict[str, Any] = {"mode": traced.mode, "batch_size": traced.batch_size, "seconds": seconds}
-        between = policy not in policies
-        binds = Binds.LIKELY if tight and not large else Binds.PERHAPS
-        if between:  # fewer blocks: surely where the budget binds with all of them, else from some number on
-            binds = Binds.SURELY if bound else Binds.PERHAPS
-        # Where all blocks recompute and memory does not bind, fewer are worth more than the last of the proof.
-        known["free_part"] = FREE_PART if tight and policy not in asked and not between else 1.0
-        # Where it binds without recomputation, that may be faster.
-        first = policy == "never" and len(policies) > 1 and policy not in asked
-        known["bound_part"] = BOUND_PART if first else 1.0
-        asked.add(policy)
-        answer = attempt(graph, traced, request, progress, cutoff=cutoff, dear=dear, binds=binds, **known)
-        if not between:
-            bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0
-            tight = tight or bound or isinstance(answer, Failure)
-            large = large or (isinstance(answer, Failure) and answer.built is not None and wide(answer.built.program))
-        return answer.without_tables() if between and isinstance(answer, Failure) else answer
-
-    need = needed_share(request)
-    limit = request.solver.time_limit
+    tried = Attempts(traced, request, progress, policies, step)
+    need, limit = needed_share(request), request.solver.time_limit
     found = search(policies, tried, _blocks, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)
+
+
+class Attempts:
+    """Plans a step under one policy after the other, with what those before have shown.
+
+    Attributes:
+        tight: something did not fit, or memory bound although all blocks recompute.
+        bound: the last policy for all blocks recomputes, and memory binds nevertheless.
+        large: programs are, as of three mesh axes.
+        asked: policies so far.
+    """
+
+    def __init__(
+        self,
+        traced: Any,
+        request: Request,
+        progress: Progress,
+        policies: Sequence[str],
+        step: Callable[[str], Step],
+    ) -> None:
+        self.traced, self.request, self.progress = traced, request, progress
+        self.policies, self.step = policies, step
+        self.tight = self.bound = self.large = False
+        self.asked: set[str] = set()
+
+    def __call__(self, policy: str, seconds: float, cutoff: float, dear: float) -> Plan | Failure:
+        """One attempt, as :func:`autoshard_ilp.rematsearch.search` wants it."""
+        with self.progress.stage("graph"):
+            graph = self.step(policy)
+        answer = attempt(
+            graph,
+            self.traced,
+            self.request,
+            self.progress,
+            mode=self.traced.mode,
+            batch_size=self.traced.batch_size,
+            seconds=seconds,
+            cutoff=cutoff,
+            dear=dear,
+            **self._expected(policy),
+        )
+        self.asked.add(policy)
+        if policy in self.policies:
+            self._learn(policy, answer)
+            return answer
+        return answer.without_tables() if isinstance(answer, Failure) else answer
+
+    def _expected(self, policy: str) -> dict[str, Any]:
+        """Whether memory binds, as far as is known, and how much of the time that may take."""
+        if policy not in self.policies:  # some blocks: surely where it binds with all of them, else from some number on
+            return {"binds": Binds.SURELY if self.bound else Binds.PERHAPS}
+        first = policy not in self.asked
+        return {
+            "binds": Binds.LIKELY if self.tight and not self.large else Binds.PERHAPS,
+            # Where all blocks recompute and it does not bind, fewer are worth more than the last of the proof.
+            "free_part": FREE_PART if first and self.tight else 1.0,
+            # Where it binds without recomputation, that may be faster.
+            "bound_part": BOUND_PART if first and policy == "never" and len(self.policies) > 1 else 1.0,
+        }
+
+    def _learn(self, policy: str, answer: Plan | Failure) -> None:
+        self.bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0
+        self.tight = self.tight or self.bound or isinstance(answer, Failure)
+        if isinstance(answer, Failure) and answer.built is not None:
+            self.large = self.large or wide(answer.built.program)
 
 
 def _blocks(answer: Plan | Failure) -> int:
