@@ -215,7 +215,8 @@ def test_where_fewer_blocks_cannot_be_faster_more_are_tried(any_plan: Plan) -> N
 
     found = search(("never", "selective"), tried, lambda failed: 16, 100.0)
     below_7, below_6_5 = pytest.approx(7.0 * (1 - GAIN)), pytest.approx(6.5 * (1 - GAIN))
-    assert asked == [(16, math.inf), (8, below_7), (12, below_7), (10, below_6_5), (11, below_6_5)]
+    assert asked[:5] == [(16, math.inf), (8, below_7), (12, below_7), (10, below_6_5), (11, below_6_5)]
+    assert asked[5:] and all(k < 8 for k, _ in asked[5:]), "what lies below is looked at last"
     assert found.plan is not None and found.plan.cost.total_s == 6.5
     assert "12 of 16 blocks fit, fewer are no faster or do not fit" in found.plan.notes[-1]
 
@@ -427,3 +428,25 @@ def test_some_blocks_between_none_and_all_where_both_fit(
     assert asked[:2] == ["never", "selective"] and "selective:6" in asked
     expected = "although a plan without any fits" if policy != "never" else "no faster plan was found"
     assert expected in found.plan.notes[-1]
+
+
+def test_below_numbers_that_are_no_faster_others_may_be(any_plan: Plan) -> None:
+    """Memory binds from 18 of 24 blocks on, which costs more than two blocks save, but less than ten do."""
+
+    def took(k: int) -> float:
+        return 5.0 + 0.05 * k + (0.3 if k <= 18 else 0.0)
+
+    def tried(text: str, limit: float, worse_than: float, dear: float) -> Any:
+        if text == "never":
+            return text
+        k = parse_policy(text).blocks or 24
+        lower = SimpleNamespace(status="feasible", lower_bound=worse_than, report={"without_memory": 5.0 + 0.05 * k})
+        fits = k >= 8
+        failed = SimpleNamespace(solution=lower) if fits else text
+        return _costing(any_plan, took(k)) if fits and took(k) < worse_than else failed
+
+    def dear(plan: Plan) -> float:
+        return 0.3 / plan.cost.total_s if plan.cost.total_s < took(19) else 0.0
+
+    found = search(("never", "selective"), tried, lambda failed: 24, 100.0, dear=dear)
+    assert found.plan is not None and found.plan.cost.total_s <= took(11)

@@ -119,6 +119,7 @@ class FewerBlocks:
         self.least = {n_blocks: self._without_budget(every)}  # seconds; -inf where not known
         self.long = False  # one plan takes long
         self.slower = False  # a number of blocks fits, or may, but is no faster
+        self.impossible = 0  # the largest number known not to fit
         if isinstance(none, Plan):
             self.least[0], self.slower = self._without_budget(none), True
         self.recomputed_s = share(every) * every.cost.total_s if isinstance(every, Plan) else self._added_s()
@@ -168,7 +169,7 @@ class FewerBlocks:
             if isinstance(answer, Plan):
                 self.high = middle
             elif is_infeasible(answer):
-                self.low = middle
+                self.low = self.impossible = middle
                 self.found.failures.append(answer)
             elif answer.solution.lower_bound >= worth(self.best):
                 self.low, self.slower = middle, True
@@ -215,18 +216,32 @@ class FewerBlocks:
         return (self.low + self.high) // 2
 
     def _look_between(self) -> None:
-        """Try the middles of wide gaps between the numbers tried."""
+        """Try the middles of wide gaps between the numbers tried.
+
+        Below one that is no faster, others may be: what they recompute less may be more than what they pay for room.
+        Where one plan takes long, that is left alone.
+        """
         while self.clock() < self.deadline:
-            inside = sorted(k for k in self.least if k >= self.low)
+            least = dict(self.least)
+            least.setdefault(self.impossible, self._line(self.impossible))
+            inside = sorted(k for k in least if k >= (self.low if self.long else self.impossible))
             wanted = worth(self.best) * (1 - LONG_GAIN * self.long)
             gaps = [
                 (a - b, (a + b) // 2)
                 for a, b in pairwise(inside)
-                if b - a > self.eighth and 0.5 * (self.least[a] + self.least[b]) < wanted
+                if b - a > self.eighth and 0.5 * (least[a] + least[b]) < wanted
             ]
             if not gaps:
                 break
             self._attempt(min(gaps)[1])
+
+    def _line(self, blocks: int) -> float:
+        """Seconds without a budget on the line through the least and the largest number known; -inf without two."""
+        known = sorted(k for k, seconds in self.least.items() if math.isfinite(seconds))
+        if len(known) < 2:
+            return -math.inf
+        a, b = known[0], known[-1]
+        return self.least[a] + (blocks - a) * (self.least[b] - self.least[a]) / (b - a)
 
     def _attempt(self, blocks: int) -> Any:
         """A plan or a failure; the best plan is kept."""
