@@ -233,7 +233,10 @@ class FewerBlocks:
             ]
             if not gaps:
                 break
-            self._attempt(min(gaps)[1])
+            middle = min(gaps)[1]
+            answer = self._attempt(middle)
+            if not isinstance(answer, Plan) and is_infeasible(answer):
+                self.impossible = max(self.impossible, middle)
 
     def _line(self, blocks: int) -> float:
         """Seconds without a budget on the line through the least and the largest number known; -inf without two."""
