@@ -23,7 +23,7 @@ def test_same_place_as_the_primitive(name: str, dtype: str) -> None:
     if dtype in ("float32", "bfloat16"):
         values = values.at[1, 2, 3].set(jnp.nan).at[1, 2, 5].set(jnp.nan).at[0].set(-jnp.inf).at[2].set(jnp.inf)
     for axis in range(3):
-        written_out = rewrite(name, {"axes": (axis,), "index_dtype": np.dtype("int32")}, ())
+        written_out = rewrite(name, {"axes": (axis,), "index_dtype": np.dtype("int32")}, (), ())
         found, wanted = written_out(values), getattr(jnp, name)(values, axis=axis)
         assert found.dtype == wanted.dtype == np.int32
         np.testing.assert_array_equal(found, wanted)
