@@ -16,7 +16,7 @@ from autoshard_ilp.infeasible import infeasible
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import together
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.rematsearch import memory_share, recomputed_share, search
+from autoshard_ilp.rematsearch import blocks_of, memory_share, recomputed_share, search
 from autoshard_ilp.request import Request
 from autoshard_ilp.step import Step, graph_of, whole_graph
 
@@ -59,7 +59,7 @@ def _search(
 ) -> Plan:
     tried = Attempts(traced, request, progress, policies, step)
     need, limit = needed_share(request), request.solver.time_limit
-    found = search(policies, tried, _blocks, limit, share=recomputed_share, dear=memory_share, need=need)
+    found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)
@@ -128,11 +128,6 @@ class Attempts:
         self.tight = self.tight or self.bound or isinstance(answer, Failure)
         if isinstance(answer, Failure) and answer.built is not None:
             self.large = self.large or wide(answer.built.program)
-
-
-def _blocks(answer: Plan | Failure) -> int:
-    step = answer.executable if isinstance(answer, Plan) else answer.step
-    return 1 if step is None else step.blocks
 
 
 def needed_share(request: Request) -> Callable[[Plan | Failure], float]:

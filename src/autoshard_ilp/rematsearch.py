@@ -48,6 +48,12 @@ LEAST_PART = 0.25
 """Of the time limit: what every policy may take at least."""
 
 
+def blocks_of(answer: Any) -> int:
+    """Blocks of the forward pass that may recompute, of a plan or a failure of this step."""
+    step = answer.executable if isinstance(answer, Plan) else answer.step
+    return 1 if step is None else int(step.blocks)
+
+
 def recomputed_share(plan: Plan) -> float:
     """Share of a plan's predicted step that recomputed operations take, their collectives included."""
     trail = plan.trail

@@ -20,7 +20,7 @@ from autoshard_ilp.explore.meshes_table import Candidate, MeshSearch
 from autoshard_ilp.explore.source import Source
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.rematsearch import recomputed_share, search
+from autoshard_ilp.rematsearch import blocks_of, recomputed_share, search
 
 AXIS_NAMES = ("replica", "data", "model")
 RANKS = ("time", "price")
@@ -280,7 +280,7 @@ class Search:
         found = search(
             self.policies,
             tried,
-            lambda f: f.step.blocks,
+            blocks_of,
             one.request.solver.time_limit,
             share=recomputed_share,
         )

@@ -111,7 +111,7 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
     """The plan under new options, with as little rematerialisation as fits."""
     from autoshard_ilp.infeasible import infeasible
     from autoshard_ilp.planning import with_history
-    from autoshard_ilp.rematsearch import memory_share, recomputed_share, search
+    from autoshard_ilp.rematsearch import blocks_of, memory_share, recomputed_share, search
 
     known = _attempts(plan)
     if _still_best(plan, request, policies):
@@ -126,8 +126,8 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         answer = _again(plan, known.get(policy), policy, request, progress, seconds, cutoff, dear)
         return answer if isinstance(answer, Plan) or policy in policies else answer.without_tables()
 
-    blocks, limit = (lambda failed: failed.step.blocks), request.solver.time_limit
-    found = search(policies, tried, blocks, limit, share=recomputed_share, dear=memory_share)
+    limit = request.solver.time_limit
+    found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share)
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)
