@@ -134,29 +134,29 @@ class FewerBlocks:
         """Search; ``took`` are the seconds of the plan that recomputes all blocks."""
         self.long, saves_little = took > QUICK_SECONDS, None
         if isinstance(self.every, Plan):
-            saves_little = self._narrow(took)
+            saves_little = self._narrow()
         else:  # neither end is the better one
             guess = self._guess()
             if guess is not None:
                 self._attempt(guess)
         if saves_little is None:
             self._look_between()
-        fewer = "fewer are no faster or do not fit" if self.slower else "fewer do not fit"
+        if self.best is not self.none and isinstance(self.every, Plan):
+            fit = f"{self.high} of {self.n_blocks} blocks fit"
+            self.found.add_note(f"Recomputation ({self.best.remat_policy}): {fit}, {self._searched(saves_little)}.")
+
+    def _searched(self, saves_little: tuple[int, float] | None) -> str:
+        """What is known of fewer blocks."""
         if saves_little is not None:
             blocks, part = saves_little
-            searched = f"{blocks} could save {part:.1%} of the step at most and were not tried"
-        elif self.high - self.low <= self.eighth and self.binds:
-            searched = f"{self.low} are no faster or do not fit"
-        elif self.high - self.low == 1:
-            searched = fewer
-        else:
-            searched = f"{self.low} do not fit, what lies between was not tried in time"
-        if self.best is self.none or not isinstance(self.every, Plan):
-            return
-        fit = f"{self.high} of {self.n_blocks} blocks fit"
-        self.found.add_note(f"Recomputation ({self.best.remat_policy}): {fit}, {searched}.")
+            return f"{blocks} could save {part:.1%} of the step at most and were not tried"
+        if self.high - self.low <= self.eighth and self.binds:
+            return f"{self.low} are no faster or do not fit"
+        if self.high - self.low == 1:
+            return "fewer are no faster or do not fit" if self.slower else "fewer do not fit"
+        return f"{self.low} do not fit, what lies between was not tried in time"
 
-    def _narrow(self, took: float) -> tuple[int, float] | None:
+    def _narrow(self) -> tuple[int, float] | None:
         """Raise ``low`` and lower ``high``. A number of blocks that is not worth a long try, and what it may save."""
         fine = self.eighth if self.binds else 1
         steps = self._down() if self.binds else self._around_guess()

@@ -1,4 +1,4 @@
-"""How many layers recompute their activations: as few as the budget allows.
+"""How many layers recompute their activations: as many as make the fastest step that the budget allows.
 
 Which layers recompute is one number per policy: the first ``k`` blocks do (:mod:`autoshard_ilp.remat` shows why the
 first). Every ``k`` is an integer program of its own, solved with its own bound: layouts, gathers and collectives are
@@ -165,7 +165,7 @@ def _search(
                 blocks = blocks_of(found.failures[0])
                 judged = (share, dear, need, found.failures[-1], answer)
                 FewerBlocks(found, policy, smaller, tried, blocks, deadline, clock, *judged).run(took)
-            _prove(found, answer, tried, deadline - clock())
+            _prove(found, answer, tried, took, deadline - clock())
         elif policy == "never" and len(policies) > 1 and dear(answer) > DEAR_SHARE:
             blocks = blocks_of(answer)
 
@@ -177,16 +177,19 @@ def _search(
 
             _recomputed_instead(found, policies[1:], tried, fewer_of, deadline, clock, dear)
         elif policy == "never" and len(policies) > 1:
-            _prove(found, answer, tried, deadline - clock())
+            _prove(found, answer, tried, took, deadline - clock())
         break
 
 
-def _prove(found: Found, first: Plan, tried: Tried, left: float) -> None:
-    """Where a plan that was left early, ``first``, stayed the best and unproved: solve it to the end."""
+def _prove(found: Found, first: Plan, tried: Tried, took: float, left: float) -> None:
+    """Where a plan that was left early, ``first``, stayed the best and unproved: solve it to the end.
+
+    Not where less time is ``left`` than it ``took`` (seconds): it would end as before.
+    """
     plan = found.plan
     assert plan is not None
     unproved = _Open.of(plan)
-    if plan.remat_policy != first.remat_policy or unproved is None or left <= 0:
+    if plan.remat_policy != first.remat_policy or unproved is None or left <= took:
         return
     answer = tried(plan.remat_policy, left, math.inf, 1.0)
     if isinstance(answer, Plan) and answer.cost.total_s <= plan.cost.total_s and answer.lower_bound > unproved.bound:
