@@ -18,7 +18,7 @@ from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.fewerblocks import GAIN
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.remat import POLICIES, Policy, parse_policy
-from autoshard_ilp.rematsearch import DEAR_SHARE, recomputed_share, search
+from autoshard_ilp.rematsearch import DEAR_SHARE, blocks_of, recomputed_share, search
 from profiles_for_tests import toy
 
 MESH = {"data": 8}
@@ -456,3 +456,11 @@ def test_below_numbers_that_are_no_faster_others_may_be(binding_s: float, second
     assert found.plan is not None and found.plan.cost.total_s <= seconds + 1e-9
     too_few = [k for k in asked if k < 8]
     assert too_few and too_few == sorted(too_few), "below a number that does not fit nothing is tried"
+
+
+def test_plans_and_failures_know_their_blocks(any_plan: Plan) -> None:
+    """Without the devices of the plan's mesh too: a plan's own ``step`` would ask for them."""
+    assert any_plan.executable is not None
+    assert blocks_of(any_plan) == any_plan.executable.blocks == 1
+    assert blocks_of(replace(any_plan, executable=replace(any_plan.executable, blocks=7))) == 7
+    assert blocks_of(SimpleNamespace(step=SimpleNamespace(blocks=9))) == 9
