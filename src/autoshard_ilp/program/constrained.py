@@ -199,8 +199,7 @@ class Constrained:
         """CP-SAT under the rows; EmptyNodeError when nothing beats the best plan."""
         search, options = self.search, self.search.options
         since = time.monotonic()
-        for number in list(net.factors):
-            reduce.compress(net, number)
+        reduce.compress_all(net)
         gap = options.relative_gap * abs(search.upper) if math.isfinite(search.upper) else 0.0
         result = solve_rows(
             net,

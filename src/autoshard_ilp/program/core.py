@@ -75,8 +75,7 @@ def core_plan(messages: Messages, plans: list[np.ndarray], deadline: float) -> n
         Presolve(net, max_degree=99, max_cells=CORE_CELLS, deadline=deadline).run()
         if not net.live:
             return net.complete(np.zeros(len(net.cost), np.int64))
-        for number in list(net.factors):
-            reduce.compress(net, number)
+        reduce.compress_all(net)
         inner = Messages(net)
         inner.sweep(count=CORE_SWEEPS)
         return net.complete(inner.improve(inner.decode()))
@@ -184,8 +183,7 @@ class Descent:
         """Out of time without a plan: what a few messages choose is one."""
         if math.isfinite(upper):
             return
-        for number in list(net.factors):
-            reduce.compress(net, number)
+        reduce.compress_all(net)
         messages = Messages(net)
         messages.sweep(count=CHECK)
         self.offer(net.complete(messages.improve(messages.decode())))
@@ -195,8 +193,7 @@ class Descent:
         return self.done() or time.monotonic() > self.deadline
 
     def _messages(self, net: Net, upper: float) -> tuple[Net, float, int]:
-        for number in list(net.factors):
-            reduce.compress(net, number)
+        reduce.compress_all(net)
         messages = Messages(net)
         before, sweeps, plans = messages.bound, 0, list[np.ndarray]()
         for sweeps in range(CHECK, SWEEPS + 1, CHECK):

@@ -146,8 +146,7 @@ class Dual:
         owner, search = self.owner, self.owner.search
         if not math.isfinite(search.upper) or not self.net.live or time.monotonic() > search.deadline:
             return
-        for number in list(self.net.factors):
-            reduce.compress(self.net, number)
+        reduce.compress_all(self.net)
         messages = Messages(PricedRows(self.net, owner.capacity).priced(self.prices))
         messages.sweep(search.upper, SWEEPS)
         self._drop(messages.ruled_out())

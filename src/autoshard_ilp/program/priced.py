@@ -65,8 +65,7 @@ class PricedNet:
 
     def begin(self) -> None:
         """Messages for the net as it is, at the best prices."""
-        for number in list(self.net.factors):
-            reduce.compress(self.net, number)
+        reduce.compress_all(self.net)
         self.rows = PricedRows(self.net, self.owner.capacity)
         self.messages = Messages(self.rows.priced(self.prices))
 
@@ -222,8 +221,7 @@ class PricedNet:
                 for s in (kept, [int(x[v]) for x in plans]):
                     cost[s] = net.cost[v][s]
                 net.set_cost(v, cost)
-            for number in list(net.factors):
-                reduce.compress(net, number)
+            reduce.compress_all(net)
             if net.size()["cells"] > BEFORE_PRESOLVE * most:
                 continue
             try:
@@ -237,8 +235,7 @@ class PricedNet:
     def presolve(self, net: Net) -> None:
         """What is left gets smaller still, and its tables lose what nothing alive refers to."""
         self.search.presolve(net, 3, TABLE_CELLS, self.owner.capacity)
-        for number in list(net.factors):
-            reduce.compress(net, number)
+        reduce.compress_all(net)
 
     def _move(self, old: np.ndarray, new: np.ndarray) -> None:
         """Charge other prices."""

@@ -47,6 +47,12 @@ def compress(net: Net, number: int) -> bool:
     return changed
 
 
+def compress_all(net: Net) -> None:
+    """:func:`compress` for every factor: what messages and windows expect of a net."""
+    for number in list(net.factors):
+        compress(net, number)
+
+
 def normalise(net: Net, number: int) -> list[int]:
     """Move the least entry of every row and column of a factor into the node costs.
 

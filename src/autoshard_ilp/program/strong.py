@@ -197,8 +197,7 @@ class StrongBranching:
         if not net.live:
             self.upper = self.offer(net.complete(np.zeros(len(net.cost), np.int64)))
             return
-        for number in list(net.factors):
-            reduce.compress(net, number)
+        reduce.compress_all(net)
         messages = Messages(net)
         settle(messages, self.upper, SWEEPS, STALL, self.deadline)
         choices = messages.improve(messages.decode())

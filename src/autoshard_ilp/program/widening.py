@@ -53,14 +53,12 @@ class Widening:
             EmptyNodeError: no plan is cheaper than ``upper``.
         """
         net = net.copy()
-        for number in list(net.factors):
-            reduce.compress(net, number)
+        reduce.compress_all(net)
         messages = Messages(net)
         settle(messages, upper, SWEEPS, STALL, self.deadline)
         net = messages.apply()
         self.prove(net.constant)
-        for number in list(net.factors):
-            reduce.compress(net, number)
+        reduce.compress_all(net)
         window = Window(net, 0, [np.zeros(0)], self.deadline)
         known, failures, too_wide = max(window.bound, net.constant), 0, math.inf
         patience = PATIENCE_SECONDS
