@@ -57,6 +57,18 @@ def recomputation_is_short(plan: Plan, took: float, share: Callable[[Plan], floa
     return took > QUICK_SECONDS and share(plan) < max(LEAST_SHARE, plan.gap)
 
 
+@dataclass(frozen=True)
+class Means:
+    """How a search asks for plans and judges them; the fields are arguments of
+    :func:`autoshard_ilp.rematsearch.search`."""
+
+    tried: Tried
+    clock: Callable[[], float]
+    share: Callable[[Plan], float]
+    dear: Callable[[Plan], float]
+    need: Callable[[Any], float]
+
+
 @dataclass
 class Found:
     """What a search found: the best plan that fits, or none, and the failures on the way."""
@@ -86,35 +98,30 @@ class FewerBlocks:
 
     Args:
         found: plan and failures so far; holds the answer after :meth:`run`.
+        means: how plans are asked for and judged.
         policy, rest: names of policies; blocks that do not follow the one follow the other.
+        n_blocks: all blocks.
+        deadline: time of the clock after which nothing is tried.
         none: the failure of ``rest`` alone, or its plan where that is worth less than one that recomputes may be.
         every: the plan of all blocks or, where it is known to be no faster than ``none``, the failure to be so.
-        n_blocks: all blocks.
-        deadline: time of ``clock`` after which nothing is tried.
-        tried, clock, share, dear, need: as for :func:`autoshard_ilp.rematsearch.search`.
     """
 
     def __init__(
         self,
         found: Found,
+        means: Means,
         policy: str,
         rest: str,
-        tried: Tried,
         n_blocks: int,
         deadline: float,
-        clock: Callable[[], float],
-        share: Callable[[Plan], float],
-        dear: Callable[[Plan], float],
-        need: Callable[[Any], float],
         none: Any,
         every: Any,
     ) -> None:
-        self.found, self.policy, self.rest, self.n_blocks = found, policy, rest, n_blocks
-        self.tried, self.deadline, self.clock = tried, deadline, clock
-        self.dear, self.need = dear, need
+        self.found, self.means, self.policy, self.rest = found, means, policy, rest
+        self.n_blocks, self.deadline = n_blocks, deadline
         self.low, self.high = 0, n_blocks
         self.none, self.every = none, every
-        self.binds = isinstance(every, Plan) and dear(every) > 0
+        self.binds = isinstance(every, Plan) and means.dear(every) > 0
         self.eighth = max(1, n_blocks // 8)
         self.least = {n_blocks: self._without_budget(every)}  # seconds; -inf where not known
         self.long = False  # one plan takes long
@@ -122,7 +129,7 @@ class FewerBlocks:
         self.impossible = 0  # the largest number known not to fit
         if isinstance(none, Plan):
             self.least[0], self.slower = self._without_budget(none), True
-        self.recomputed_s = share(every) * every.cost.total_s if isinstance(every, Plan) else self._added_s()
+        self.recomputed_s = means.share(every) * every.cost.total_s if isinstance(every, Plan) else self._added_s()
 
     @property
     def best(self) -> Plan:
@@ -160,7 +167,7 @@ class FewerBlocks:
         """Raise ``low`` and lower ``high``. A number of blocks that is not worth a long try, and what it may save."""
         fine = self.eighth if self.binds else 1
         steps = self._down() if self.binds else self._around_guess()
-        while self.high - self.low > fine and self.clock() < self.deadline:
+        while self.high - self.low > fine and self.means.clock() < self.deadline:
             middle = next(steps)
             part = self.recomputed_s * (self.high - middle) / (self.n_blocks * self.best.cost.total_s)
             if self.long and part < LONG_GAIN:
@@ -203,8 +210,8 @@ class FewerBlocks:
         """Where what the fastest plans need without a budget, evenly between none and all blocks, meets the budget."""
         if self.n_blocks <= 8:
             return None
-        of_all = self.need(self.every)
-        of_none = self.need(self.none) if of_all <= 1 else math.nan
+        of_all = self.means.need(self.every)
+        of_none = self.means.need(self.none) if of_all <= 1 else math.nan
         if not of_none > 1 >= of_all:
             return None
         guess = math.ceil(self.n_blocks * (of_none - 1) / (of_none - of_all))
@@ -221,7 +228,7 @@ class FewerBlocks:
         Below one that is no faster, others may be: what they recompute less may be more than what they pay for room.
         Where one plan takes long, that is left alone.
         """
-        while self.clock() < self.deadline:
+        while self.means.clock() < self.deadline:
             least = dict(self.least)
             least.setdefault(self.impossible, self._line(self.impossible))
             inside = sorted(k for k in least if k >= (self.low if self.long else self.impossible))
@@ -249,9 +256,9 @@ class FewerBlocks:
     def _attempt(self, blocks: int) -> Any:
         """A plan or a failure; the best plan is kept."""
         policy = str(Policy(self.policy, blocks, self.rest))
-        began = self.clock()
-        answer = self.tried(policy, self.deadline - began, worth(self.best), 1.0)
-        self.long = self.clock() - began > QUICK_SECONDS
+        began = self.means.clock()
+        answer = self.means.tried(policy, self.deadline - began, worth(self.best), 1.0)
+        self.long = self.means.clock() - began > QUICK_SECONDS
         self.least[blocks] = -math.inf
         if isinstance(answer, Plan):
             self.least[blocks] = self._without_budget(answer)
@@ -261,7 +268,7 @@ class FewerBlocks:
     def _without_budget(self, answer: Any) -> float:
         """Seconds that a plan's step would take without a budget, or at least where there is no plan."""
         if isinstance(answer, Plan):
-            return answer.cost.total_s * (1 - self.dear(answer))
+            return answer.cost.total_s * (1 - self.means.dear(answer))
         solution = getattr(answer, "solution", None)
         if solution is None or solution.status == "infeasible":
             return -math.inf

@@ -28,6 +28,7 @@ from autoshard_ilp.fewerblocks import (
     LONG_GAIN,
     FewerBlocks,
     Found,
+    Means,
     Tried,
     is_infeasible,
     recomputation_is_short,
@@ -117,7 +118,7 @@ def search(
         return answer
 
     try:
-        _search(found, policies, asked, blocks_of, time_limit, clock, share, dear, need)
+        _search(found, policies, Means(asked, clock, share, dear, need), blocks_of, time_limit)
     except KeyboardInterrupt:
         if found.plan is None:
             raise
@@ -130,17 +131,10 @@ def _was_interrupted(plan: Plan) -> bool:
 
 
 def _search(
-    found: Found,
-    policies: Sequence[str],
-    tried: Tried,
-    blocks_of: Callable[[Any], int],
-    time_limit: float,
-    clock: Callable[[], float],
-    share: Callable[[Plan], float],
-    dear: Callable[[Plan], float],
-    need: Callable[[Any], float],
+    found: Found, policies: Sequence[str], means: Means, blocks_of: Callable[[Any], int], time_limit: float
 ) -> None:
     """:func:`search`, which keeps in ``found`` what it has."""
+    tried, clock = means.tried, means.clock
     smaller, deadline = "never", clock() + time_limit
     for policy in policies:
         fewer = policy != "never" and bool(found.failures) and policies[0] == "never"
@@ -158,24 +152,15 @@ def _search(
             continue
         found.plan = answer
         if fewer:
-            if recomputation_is_short(answer, took, share):
-                note = f"it takes {share(answer):.1%} of the step, fewer blocks were not tried"
+            if recomputation_is_short(answer, took, means.share):
+                note = f"it takes {means.share(answer):.1%} of the step, fewer blocks were not tried"
                 found.add_note(f"Recomputation ({policy}): {note}.")
             else:
-                blocks = blocks_of(found.failures[0])
-                judged = (share, dear, need, found.failures[-1], answer)
-                FewerBlocks(found, policy, smaller, tried, blocks, deadline, clock, *judged).run(took)
+                n_blocks, none = blocks_of(found.failures[0]), found.failures[-1]
+                FewerBlocks(found, means, policy, smaller, n_blocks, deadline, none, answer).run(took)
             _prove(found, answer, tried, took, deadline - clock())
-        elif policy == "never" and len(policies) > 1 and dear(answer) > DEAR_SHARE:
-            blocks = blocks_of(answer)
-
-            def fewer_of(
-                name: str, every: Any, took: float, until: float, none: Plan = answer, n: int = blocks
-            ) -> None:
-                judged = (share, dear, need, none, every)
-                FewerBlocks(found, name, "never", tried, n, until, clock, *judged).run(took)
-
-            _recomputed_instead(found, policies[1:], tried, fewer_of, deadline, clock, dear)
+        elif policy == "never" and len(policies) > 1 and means.dear(answer) > DEAR_SHARE:
+            _recomputed_instead(found, policies[1:], means, blocks_of(answer), deadline)
         elif policy == "never" and len(policies) > 1:
             _prove(found, answer, tried, took, deadline - clock())
         break
@@ -196,22 +181,14 @@ def _prove(found: Found, first: Plan, tried: Tried, took: float, left: float) ->
         found.plan = replace(answer, notes=(*answer.notes, *plan.notes[len(first.notes) :]))
 
 
-def _recomputed_instead(
-    found: Found,
-    policies: Sequence[str],
-    tried: Tried,
-    fewer_of: Callable[[str, Any, float, float], None],
-    deadline: float,
-    clock: Callable[[], float],
-    dear: Callable[[Plan], float],
-) -> None:
+def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_blocks: int, deadline: float) -> None:
     """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute.
 
-    The policies share the time that is left. Of its part each spends what is left on fewer blocks (``fewer_of``:
-    policy, what all its blocks gave, seconds that took, time of the clock at which to end). What was left without proof
-    is taken up again, the best first: that one is solved to the end, and the others need only be proved to be no
-    faster, if they may be so by much.
+    The policies share the time that is left. Of its part each spends what is left on fewer blocks. What was left
+    without proof is taken up again, the best first: that one is solved to the end, and the others need only be proved
+    to be no faster, if they may be so by much.
     """
+    tried, clock, dear = means.tried, means.clock, means.dear
 
     def best() -> Plan:
         assert found.plan is not None
@@ -229,7 +206,8 @@ def _recomputed_instead(
         unproved.append(_Open.of(answer))
         if isinstance(answer, Plan):
             found.offer(answer)
-        fewer_of(policy, answer, clock() - began, began + seconds)
+        took, until = clock() - began, began + seconds
+        FewerBlocks(found, means, policy, "never", n_blocks, until, first, answer).run(took)
         if best() is not first and dear(best()) <= DEAR_SHARE:
             break
     for one in sorted((x for x in unproved if x is not None), key=lambda x: x.seconds):
