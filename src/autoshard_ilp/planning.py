@@ -57,7 +57,15 @@ def plan_traced(
 def _search(
     traced: Any, request: Request, progress: Progress, policies: Sequence[str], step: Callable[[str], Step]
 ) -> Plan:
-    tried = Attempts(traced, request, progress, policies, step)
+    expected = Expected(policies)
+
+    def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Plan | Failure:
+        with progress.stage("graph"):
+            graph = step(policy)
+        known: dict[str, Any] = {"mode": traced.mode, "batch_size": traced.batch_size, **expected.of(policy)}
+        known |= {"seconds": seconds, "cutoff": cutoff, "dear": dear}
+        return expected.learn(policy, attempt(graph, traced, request, progress, **known))
+
     need, limit = needed_share(request), request.solver.time_limit
     found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
@@ -65,8 +73,8 @@ def _search(
     return with_history(found.plan, policies, found.failures)
 
 
-class Attempts:
-    """Plans a step under one policy after the other, with what those before have shown.
+class Expected:
+    """What attempts under one policy after the other have shown of the next one.
 
     Attributes:
         tight: something did not fit, or memory bound although all blocks recompute.
@@ -75,43 +83,13 @@ class Attempts:
         asked: policies so far.
     """
 
-    def __init__(
-        self,
-        traced: Any,
-        request: Request,
-        progress: Progress,
-        policies: Sequence[str],
-        step: Callable[[str], Step],
-    ) -> None:
-        self.traced, self.request, self.progress = traced, request, progress
-        self.policies, self.step = policies, step
+    def __init__(self, policies: Sequence[str]) -> None:
+        self.policies = policies
         self.tight = self.bound = self.large = False
         self.asked: set[str] = set()
 
-    def __call__(self, policy: str, seconds: float, cutoff: float, dear: float) -> Plan | Failure:
-        """One attempt, as :func:`autoshard_ilp.rematsearch.search` wants it."""
-        with self.progress.stage("graph"):
-            graph = self.step(policy)
-        answer = attempt(
-            graph,
-            self.traced,
-            self.request,
-            self.progress,
-            mode=self.traced.mode,
-            batch_size=self.traced.batch_size,
-            seconds=seconds,
-            cutoff=cutoff,
-            dear=dear,
-            **self._expected(policy),
-        )
-        self.asked.add(policy)
-        if policy in self.policies:
-            self._learn(policy, answer)
-            return answer
-        return answer.without_tables() if isinstance(answer, Failure) else answer
-
-    def _expected(self, policy: str) -> dict[str, Any]:
-        """Whether memory binds, as far as is known, and how much of the time that may take."""
+    def of(self, policy: str) -> dict[str, Any]:
+        """Whether memory binds, as far as is known, and how much of the time that may take (:func:`solve_halved`)."""
         if policy not in self.policies:  # some blocks: surely where it binds with all of them, else from some number on
             return {"binds": Binds.SURELY if self.bound else Binds.PERHAPS}
         first = policy not in self.asked
@@ -123,11 +101,16 @@ class Attempts:
             "bound_part": BOUND_PART if first and policy == "never" and len(self.policies) > 1 else 1.0,
         }
 
-    def _learn(self, policy: str, answer: Plan | Failure) -> None:
+    def learn(self, policy: str, answer: Plan | Failure) -> Plan | Failure:
+        """Notes what a policy gave, a plan or a failure, and returns what of it matters."""
+        self.asked.add(policy)
+        if policy not in self.policies:
+            return answer.without_tables() if isinstance(answer, Failure) else answer
         self.bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0
         self.tight = self.tight or self.bound or isinstance(answer, Failure)
         if isinstance(answer, Failure) and answer.built is not None:
             self.large = self.large or wide(answer.built.program)
+        return answer
 
 
 def needed_share(request: Request) -> Callable[[Plan | Failure], float]:

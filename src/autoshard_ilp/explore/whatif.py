@@ -110,7 +110,7 @@ class _Attempt:
 def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress) -> Plan:
     """The plan under new options, with as little rematerialisation as fits."""
     from autoshard_ilp.infeasible import infeasible
-    from autoshard_ilp.planning import with_history
+    from autoshard_ilp.planning import Expected, needed_share, with_history
     from autoshard_ilp.rematsearch import blocks_of, memory_share, recomputed_share, search
 
     known = _attempts(plan)
@@ -122,12 +122,14 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         made = replace(made, notes=tuple(dict.fromkeys((*plan.notes, *made.notes))))
         return with_history(made, policies, plan.trail.failures)
 
-    def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Any:
-        answer = _again(plan, known.get(policy), policy, request, progress, seconds, cutoff, dear)
-        return answer if isinstance(answer, Plan) or policy in policies else answer.without_tables()
+    expected = Expected(policies)
 
-    limit = request.solver.time_limit
-    found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share)
+    def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Any:
+        limits = {"seconds": seconds, "cutoff": cutoff, "dear": dear, **expected.of(policy)}
+        return expected.learn(policy, _again(plan, known.get(policy), policy, request, progress, **limits))
+
+    need, limit = needed_share(request), request.solver.time_limit
+    found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
         raise infeasible(found.failures, request)
     return with_history(found.plan, policies, found.failures)
@@ -173,8 +175,10 @@ def _again(
     seconds: float,
     cutoff: float,
     dear: float,
+    **expected: Any,
 ) -> Any:
-    """The plan under one policy, or the failure; ``cutoff`` and ``dear`` as in :func:`autoshard_ilp.program.solve`."""
+    """The plan under one policy, or the failure; ``cutoff`` and ``dear`` as in :func:`autoshard_ilp.program.solve`,
+    the rest as in :func:`autoshard_ilp.halving.solve_halved`."""
     from autoshard_ilp.step import graph_of
 
     facts = Known()
@@ -199,7 +203,7 @@ def _again(
         return reprice(first.step, first.infos, request, progress, halved=True) if halved else first
 
     limit = min(seconds, request.solver.time_limit)
-    found, solution, notes = solve_halved(make, solve, limit, cutoff=cutoff)
+    found, solution, notes = solve_halved(make, solve, limit, cutoff=cutoff, **expected)
     if solution.status == "infeasible" or solution.choices is None:
         return failure_of(found, solution)
     made = plan_of(found, solution, progress, plan)
