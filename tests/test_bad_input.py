@@ -472,7 +472,7 @@ else:
 
 @pytest.mark.parametrize(
     ("backend", "before", "expected"),
-    [(None, "", "backend: jax"), ("numpy", "", "KERAS_BACKEND='numpy'"),
+    [(None, "", "backend: jax"), (None, "import keras", "backend: jax"), ("numpy", "", "KERAS_BACKEND='numpy'"),
      ("numpy", "import keras", "'numpy'")],
 )  # fmt: skip
 def test_keras_runs_on_jax(backend: str | None, before: str, expected: str, tmp_path: Path) -> None:

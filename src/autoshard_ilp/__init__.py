@@ -4,11 +4,14 @@
     plan = autoshard.optimize(model, mesh, memory_budget="16GB")
 
 Importing this package imports neither Keras nor JAX nor OR-Tools; they are loaded by the first call that needs them.
+It chooses the JAX backend for Keras where nothing has chosen one yet, so that ``import keras`` may follow.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from autoshard_ilp.errors import AutoshardError as AutoshardError
@@ -44,6 +47,9 @@ if TYPE_CHECKING:
     from autoshard_ilp.program.model import SolverOptions as SolverOptions
 
 __version__ = "0.1.0"
+
+if "keras" not in sys.modules:  # Keras reads it once, when it is imported
+    os.environ.setdefault("KERAS_BACKEND", "jax")
 
 _LAZY = {
     "optimize": ("autoshard_ilp.api", "optimize"),
