@@ -454,6 +454,17 @@ def test_results_read_well(done, tmp_path):
         found.report(tmp_path / "no" / "report.html")
 
 
+def test_a_report_names_an_error_once_and_what_a_bar_is_the_least_of(done, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [{**r, "status": "failed", "error_type": "E", "error": "<no> disk"} for r in done[".csv"].rows]
+    page = sweep_module.Sweep(tuple(rows[:4]), 6).report(tmp_path / "report.html").read_text()
+    assert page.count("E: &lt;no&gt; disk") == 1 and "(4 x)" in page
+    budgets = [{**r, "memory_budget": b} for r in done[".csv"].rows for b in ("1GB", "2GB")]
+    figure = sweep_module.Sweep(tuple(budgets), 12).plot()
+    assert figure.axes[0].get_title(loc="left") == "least over memory budget"
+    assert not done[".csv"].plot().axes[0].get_title(loc="left")
+
+
 def test_an_empty_sweep_reads_well():
     nothing = sweep_module.Sweep((), 3)
     assert "0 of 3" in nothing.text() and math.isnan(nothing.to_dataframe()["total_s"].mean())

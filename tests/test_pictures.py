@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import pictures, records
+from autoshard_ilp import names, pictures, records, report
 from autoshard_ilp.course import Course, Segment
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.mesh import MeshSpec
@@ -252,6 +252,21 @@ def test_repeated_layers_are_one_row():
     assert rows[0][1:] == (pytest.approx(7e-3), pytest.approx(2e-3))
     assert records.layer_rows(some_plan(), limit=1)[0][0] == "2 more"
     assert records.contributors(some_plan())[0] == ("net/block_* (x2)", 60_000_000)
+
+
+def test_only_numbers_that_differ_become_stars():
+    assert names.common(["llama3/layer_0/x", "llama3/layer_11/x"]) == "llama3/layer_*/x"
+    assert names.common(["conv2d_1/kernel"]) == "conv2d_1/kernel"
+    assert names.common(["a_0/b_0", "a_1/b_0", "a_1/b_1"]) == "a_*/b_*"
+
+
+def test_every_kind_of_tensor_at_the_peak_is_named():
+    """Many layers of one kind leave the others their place."""
+    layers = {f"net2/block_{i}/dense": 1000 - i for i in range(40)}
+    found = report._largest({**layers, "embedding": 30, **{f"input_{chr(97 + i)}": i for i in range(25)}})
+    kinds = report.alike(found)
+    assert kinds[:2] == [("net2/block_*/dense (x40)", sum(layers.values())), ("embedding", 30)]
+    assert len(kinds) == report.MAX_CONTRIBUTORS and len(found) == 40 + len(kinds) - 1
 
 
 def test_a_path_is_found_by_its_end_or_told_apart():

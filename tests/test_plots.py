@@ -96,6 +96,17 @@ def test_the_communication_figure_adds_up(plan):
     assert "nothing is communicated" in dict(texts(alone.plot.communication()))
 
 
+def test_long_paths_of_collectives_keep_what_tells_them_apart(plan):
+    from dataclasses import replace
+
+    start = "transformer_layer_*/a_block_inside/feedforward_"
+    moved = [f"{start}output_dense/dot_general bfloat16[16,2048,4096]", f"{start}gate_dense/dot_general"]
+    dear = [replace(plan.collectives[0], tensor=f"x/{what}", seconds=1 / (1 + i)) for i, what in enumerate(moved)]
+    shown = dict(texts(replace(plan, collectives=(*dear, *plan.collectives)).plot.communication()))
+    assert "…/feedforward_output_dense/dot_general [16,2048,4096]" in shown
+    assert "…/a_block_inside/feedforward_gate_dense/dot_general" in shown
+
+
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.data())
 def test_shards_lie_where_jax_puts_them(data):
@@ -141,6 +152,29 @@ def test_the_graph_of_a_layer(plan):
     back = " ".join(dict(texts(plan.plot.graph("attention/query", phase="backward"))))
     assert "attention/query, backward" in back and "value/kernel" not in back
     assert "forward" in " ".join(dict(texts(plan.plot.graph())))
+
+
+@pytest.mark.parametrize("layer", [None, "attention", "head", "attention/query"])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_nothing_of_a_graph_is_cut_off(plan, layer, phase):
+    figure = plan.plot.graph(layer, phase=phase)
+    figure.draw_without_rendering()
+    width, height = figure.bbox.size
+    shown = dict(texts(figure))
+    assert any(f"{phase}, on a=2, b=4" in text for text in shown)
+    for text, box in shown.items():
+        assert box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1, (text, box)
+
+
+def test_without_a_name_the_graph_is_of_the_dearest_layer_of_the_phase(plan):
+    seconds = defaultdict(float)
+    for s in plan.course.segments:
+        if s.phase == "update" and s.layer:
+            seconds[s.layer] += s.seconds
+    dearest = max(seconds, key=seconds.get)
+    assert f"{dearest}, update" in " ".join(dict(texts(plan.plot.graph(phase="update"))))
+    with pytest.raises(InputShapeError, match=r"phases.*'forward'.*Received: phase='sideways'"):
+        plan.plot.graph(phase="sideways")
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -12,7 +12,6 @@ file holds it, and a loaded plan shows what the fresh one did.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,14 +21,13 @@ import numpy as np
 
 from autoshard_ilp.costs.build import Built
 from autoshard_ilp.costs.table import CostTable
+from autoshard_ilp.names import common, pattern
 from autoshard_ilp.report import ON_CHIP_FIRST, collective_sites, held_bytes
 
 COMPUTE = "compute"
 MAX_SEGMENTS = 2000
 SAMPLES = 240
 """Samples of the memory curve, evenly spread over the step's seconds."""
-
-_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -105,9 +103,10 @@ class Course:
 
 def repeated_names(layers: Iterable[str]) -> dict[str, str]:
     """Layer -> its name with ``*`` for numbers, where several layers then share the name."""
-    layers = list(layers)
-    counts = Counter(_NUMBER.sub("*", x) for x in layers)
-    return {x: star if counts[star := _NUMBER.sub("*", x)] > 1 else x for x in layers}
+    groups: dict[str, list[str]] = {}
+    for layer in layers:
+        groups.setdefault(pattern(layer), []).append(layer)
+    return {layer: common(group) for group in groups.values() for layer in group}
 
 
 def behind_compute(segments: Sequence[Segment]) -> list[tuple[int, float, float]]:

@@ -14,7 +14,7 @@ from autoshard_ilp.units import format_bytes
 def infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleError:
     """The error of a step that fits under no rematerialisation policy; the smallest budget is that of the best one."""
     from autoshard_ilp.program import minimum_capacity
-    from autoshard_ilp.report import peak_memory
+    from autoshard_ilp.report import alike, peak_memory
 
     pins = list(dict.fromkeys(text for texts in failures[0].pinned.sources.values() for text in texts))
     if any(f.solution.status != "infeasible" for f in failures):
@@ -34,7 +34,7 @@ def infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleError
     built, _, upper, choices = min(found, key=lambda item: item[2])
     lower = min(item[1] for item in found)
     memory = peak_memory(built, choices, request.capacity)
-    largest = "; ".join(f"{label} {format_bytes(size)}" for label, size in memory.contributors[:5])
+    largest = "; ".join(f"{label} {format_bytes(size)}" for label, size in alike(memory.contributors)[:5])
     smallest = "smallest budget that fits" if lower == upper else "smallest budget found that fits"
     proved = "" if lower == upper else f" (proved: not below {format_bytes(lower)})"
     pins = _pins_at_fault(failures, request, pins)

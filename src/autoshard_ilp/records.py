@@ -11,11 +11,12 @@ from typing import Any
 
 from autoshard_ilp.course import COMPUTE
 from autoshard_ilp.errors import InputShapeError
+from autoshard_ilp.names import common, pattern
 from autoshard_ilp.render import size
+from autoshard_ilp.report import alike
 from autoshard_ilp.sharding import local_bytes
 from autoshard_ilp.units import format_bytes, format_seconds
 
-NUMBER = re.compile(r"\d+")
 MAX_LAYOUTS = 40
 """Kinds of variables that a table of layouts shows, the largest first to stay."""
 MAX_COLLECTIVES = 8
@@ -74,7 +75,7 @@ def grouped(plan: Any) -> list[dict[str, Any]]:
     """
     groups: dict[tuple, dict[str, Any]] = {}
     for row in _with_slots(rows(plan)):
-        name = NUMBER.sub("*", row["path"])
+        name = pattern(row["path"])
         key = (name, row["role"], row["shape"], row["dtype"], row["spec"], row["slots"])
         if key in groups:
             groups[key]["count"] += 1
@@ -82,9 +83,8 @@ def grouped(plan: Any) -> list[dict[str, Any]]:
             groups[key]["paths"].add(row["path"])
         else:
             groups[key] = {**row, "count": 1, "paths": {row["path"]}}
-    for key, row in groups.items():
-        if len(row.pop("paths")) > 1:
-            row["path"] = key[0]
+    for row in groups.values():
+        row["path"] = common(row.pop("paths"))
     return list(groups.values())
 
 
@@ -144,9 +144,9 @@ def layouts(plan: Any) -> Layouts:
     worth = [r for r in worth if r["bytes_per_device"] >= small or r["role"] in ("input", "target")]
     kept = {id(r) for r in sorted(worth, key=lambda r: -r["bytes_per_device"])[:MAX_LAYOUTS]}
     shown = tuple({**r, "layout": by_spec[r["shape"], r["spec"]]} for r in worth if id(r) in kept)
-    common = Counter(r["dtype"] for r in shown).most_common(1)
+    commonest = Counter(r["dtype"] for r in shown).most_common(1)
     hidden = sum(r["count"] * (1 + r["slots"]) for r in found if id(r) not in kept)
-    return Layouts(shown, common[0][0] if common else "", hidden)
+    return Layouts(shown, commonest[0][0] if commonest else "", hidden)
 
 
 def find_leaf(plan: Any, path: str) -> Any:
@@ -227,7 +227,7 @@ def collective_rows(plan: Any) -> list[CollectiveRow]:
     for c in plan.collectives:
         named = c.tensor if "/" in c.tensor else f"{c.operation.removeprefix(top).removesuffix('/hub')} {c.tensor}"
         path, _, rest = named.partition(" ")
-        what = f"{NUMBER.sub('*', path) if c.count > 1 else path} {rest}".rstrip()
+        what = f"{pattern(path) if c.count > 1 else path} {rest}".rstrip()
         key = (what, c.kind, "+".join(c.mesh_axes), int(c.bytes_per_device))
         count, seconds = together.get(key, (0.0, 0.0))
         together[key] = (count + c.count, seconds + c.seconds * c.count)
@@ -247,16 +247,7 @@ def memory_rows(plan: Any) -> list[tuple[str, int, float | None]]:
 
 def contributors(plan: Any, limit: int = MAX_CONTRIBUTORS) -> list[tuple[str, int]]:
     """What fills the peak: (path or layer, bytes), the largest first, repeated layers together."""
-    together: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    first: dict[str, str] = {}
-    for label, held in plan.memory.contributors:
-        star = NUMBER.sub("*", label)
-        together[star] += held
-        count[star] += 1
-        first.setdefault(star, label)
-    named = [(f"{star} (x{count[star]})" if count[star] > 1 else first[star], n) for star, n in together.items()]
-    return sorted(named, key=lambda x: -x[1])[:limit]
+    return alike(plan.memory.contributors)[:limit]
 
 
 def proof_lines(plan: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,10 @@ from autoshard_ilp.costs.table import (
     flow_tensor,
     operand_labels,
 )
+from autoshard_ilp.names import common, pattern
+
+MAX_CONTRIBUTORS = 20
+"""Kinds of tensors and layers that :class:`Memory` names at the peak."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +223,29 @@ def peak_memory(built: Built, choices: Sequence[int] | np.ndarray, budget: int |
         taken = min(on_chip, parts.get(category, 0))
         parts |= {category: parts[category] - taken} if taken else {}
         on_chip -= taken
-    top = tuple(sorted(by_label.items(), key=lambda item: -item[1])[:20])
-    return Memory(int(usage[when]), budget, **parts, contributors=top)
+    return Memory(int(usage[when]), budget, **parts, contributors=_largest(by_label))
+
+
+def _largest(by_label: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """All of the :data:`MAX_CONTRIBUTORS` kinds that hold most; those of repeated layers are one kind."""
+    kinds: dict[str, int] = {}
+    for label, held in by_label.items():
+        kinds[pattern(label)] = kinds.get(pattern(label), 0) + held
+    kept = set(sorted(kinds, key=lambda kind: -kinds[kind])[:MAX_CONTRIBUTORS])
+    order = sorted(by_label.items(), key=lambda item: -item[1])
+    return tuple((label, held) for label, held in order if pattern(label) in kept)
+
+
+def alike(contributors: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """``Memory.contributors`` with those of repeated layers together, the largest first."""
+    groups: dict[str, list[tuple[str, int]]] = {}
+    for label, held in contributors:
+        groups.setdefault(pattern(label), []).append((label, held))
+    found = []
+    for group in groups.values():
+        name = common(label for label, _ in group)
+        found.append((f"{name} (x{len(group)})" if len(group) > 1 else name, sum(held for _, held in group)))
+    return sorted(found, key=lambda item: -item[1])
 
 
 ON_CHIP_FIRST = ("activations", "gathered", "gradients")

@@ -11,10 +11,10 @@ from typing import Any
 from autoshard_ilp.errors import PlanMismatchError
 from autoshard_ilp.explore import show
 from autoshard_ilp.explore.differences import Difference, collective_differences
+from autoshard_ilp.names import common, pattern
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.sharding import local_bytes, to_partition_spec
 
-_NUMBER = re.compile(r"\d+")
 SHOWN = 30
 
 
@@ -209,11 +209,11 @@ def _groups(plan: Plan, other: Plan) -> dict[str, Pairs]:
             continue
         specs = _spec(plan, leaf), _spec(other, twin)
         if specs[0] != specs[1]:
-            key = (_NUMBER.sub("*", leaf.path), leaf.role, leaf.shape, leaf.dtype, *map(str, specs))
+            key = (pattern(leaf.path), leaf.role, leaf.shape, leaf.dtype, *map(str, specs))
             found.setdefault(key, []).append((leaf, twin))
     named: dict[str, Pairs] = {}
-    for key, pairs in found.items():
-        name = str(key[0]) if len(pairs) > 1 else pairs[0][0].path
+    for pairs in found.values():
+        name = common(leaf.path for leaf, _ in pairs)
         while name in named:
             name += " "  # the same layers in two ways: both are shown
         named[name] = pairs

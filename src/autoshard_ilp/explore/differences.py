@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-_NUMBER = re.compile(r"\d+")
+from autoshard_ilp.names import pattern
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def collective_differences(before: Iterable[Any], after: Iterable[Any], most: in
     total: dict[tuple[str, tuple[str, ...], str, str], list[float]] = {}
     for sign, collectives in ((-1.0, before), (1.0, after)):
         for c in collectives:
-            key = (c.kind, tuple(c.mesh_axes), _starred(c.tensor), _NUMBER.sub("*", c.operation))
+            key = (c.kind, tuple(c.mesh_axes), _starred(c.tensor), pattern(c.operation))
             found = total.setdefault(key, [0.0, 0.0])
             found[0] += sign * c.seconds * c.count
             found[1] += sign * c.bytes_per_device * c.count
@@ -60,4 +59,4 @@ def collective_differences(before: Iterable[Any], after: Iterable[Any], most: in
 
 def _starred(tensor: str) -> str:
     """Paths of repeated layers become one; the numbers of a shape stay."""
-    return tensor if tensor.endswith("]") else _NUMBER.sub("*", tensor)
+    return tensor if tensor.endswith("]") else pattern(tensor)

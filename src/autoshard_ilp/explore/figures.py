@@ -141,10 +141,13 @@ def sweep_figure(sweep: Any, x: str, y: str, color: str | None, ax: Any = None) 
         at = [i - 0.4 + width * (number + 0.5) for i in range(len(places))]
         ax.bar(at, [best[p] for p in places], width * 0.92, color=shade, label=str(label))
     if not numeric:
-        ax.set_xticks(range(len(places)), [str(p) for p in places], rotation=30 if len(places) > 3 else 0, ha="right")
+        turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if len(places) > 3 else {"ha": "center"}
+        ax.set_xticks(range(len(places)), [str(p) for p in places], **turned)
     ax.set_xlabel(x.replace("_", " "))
     label = y.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
     ax.set_ylabel(f"{label} ({name})" if name else label)
+    if not numeric and (others := [n for n in sweep.varying() if n not in (x, color, "devices")]):
+        ax.set_title(f"least over {', '.join(others)}".replace("_", " "), fontsize=9, color=INK, loc="left")
     if color:
         legend(ax, title=None, loc="best", fontsize=8)
     return figure

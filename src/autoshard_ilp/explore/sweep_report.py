@@ -19,10 +19,12 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; }
 th, td { padding: .25rem .7rem; text-align: left; border-bottom: 1px solid #8884; vertical-align: top; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td, th { white-space: nowrap; }
+.n { text-align: right; font-variant-numeric: tabular-nums; }
 tr.failed, tr.infeasible { opacity: .65; }
-svg { max-width: 100%; height: auto; }
+svg { display: block; min-width: 560px; max-width: 100%; height: auto; }
 figure { margin: 1rem 0; }
+li { overflow-wrap: anywhere; }
 """
 FIGURES = (("total_s", "Predicted step"), ("peak_bytes", "Peak memory per device"))
 
@@ -66,7 +68,7 @@ def _figure(sweep: Any, y: str, title: str) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True)
     drawing = out.getvalue()
-    return f"<h2>{title}</h2><figure>{drawing[drawing.index('<svg') :]}</figure>"
+    return f"<h2>{title}</h2><figure class='wide'>{drawing[drawing.index('<svg') :]}</figure>"
 
 
 def _table(sweep: Any) -> str:
@@ -84,17 +86,23 @@ def _table(sweep: Any) -> str:
         cells += [f"<td class='n'>{x}</td>" for x in (*times, gap, held)]
         cells += [f"<td>{escape(str(r[n] or ''))}</td>" for n in ("recomputation", "status")]
         lines.append(f"<tr class='{escape(r['status'])}'>{''.join(cells)}</tr>")
-    head = "".join(f"<th>{escape(h)}</th>" for h in heads)
+    figures = range(len(inputs), len(inputs) + 5)
+    head = "".join(f"<th{' class=n' if i in figures else ''}>{escape(h)}</th>" for i, h in enumerate(heads))
     return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
 
 
 def _failures(sweep: Any) -> str:
     if not sweep.failed:
         return ""
-    items = []
+    names = [n for n in sweep.varying() if n != "devices"] or ["model", "mesh"]
+    cases: dict[str, list[str]] = {}
     for r in sweep.failed:
-        where = escape(f"{r['model']} on {r['mesh']} of {r['hardware']}")
-        items.append(f"<li><b>{where}</b>: {escape(str(r['error_type']))}: {escape(str(r['error']))}</li>")
+        inputs = ", ".join(str(r[n]) for n in names if r[n] is not None)
+        cases.setdefault(f"{r['error_type']}: {r['error']}", []).append(inputs)
+    items = [
+        f"<li><b>{escape(error)}</b> ({len(found)} x)<br>{'<br>'.join(map(escape, found))}</li>"
+        for error, found in cases.items()
+    ]
     return f"<h2>Failed</h2><ul>{''.join(items)}</ul>"
 
 

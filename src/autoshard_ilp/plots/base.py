@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -45,15 +46,16 @@ def plain(axes: Axes, title: str = "", *, frame: tuple[str, ...] = ("left", "bot
 
 
 def legend(axes: Axes, columns: int = 7) -> None:
-    """A legend below the whole figure, only if there is something to name."""
+    """A legend below the whole figure, in rows of at most ``columns``, only if there is something to name."""
     handles, labels = axes.get_legend_handles_labels()
     figure = axes.get_figure()
     if handles and figure is not None:
+        rows = math.ceil(len(handles) / columns)
         figure.legend(
             handles,
             labels,
             loc="outside lower left",
-            ncols=columns,
+            ncols=math.ceil(len(handles) / rows),
             frameon=False,
             fontsize=FONT - 1,
             labelcolor=INK,

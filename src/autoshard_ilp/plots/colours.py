@@ -29,6 +29,8 @@ OTHER = "#8a8a8a"
 LAYERS = ("#4878b6", "#dd6b4d", "#6aa84f", "#a56cc1", "#c9a227", "#3a9e9e", "#b5658a", "#9d755d")
 INK = "#7b8089"
 """Lines and text of figures whose ground is transparent: legible on white and on black alike."""
+PALE, ON_PALE = "#e6e8ec", "#3f444c"
+"""Ground of a box that covers what is drawn behind it, and the text on it."""
 
 
 def part(name: str) -> str:

@@ -12,6 +12,8 @@ from autoshard_ilp.plots import base, colours
 from autoshard_ilp.units import format_seconds
 
 MAX_ROWS = 10
+LETTERS = 56
+"""Of a row's name, at most."""
 
 
 def communication(plan: Any) -> base.PlanFigure:
@@ -34,7 +36,7 @@ def communication(plan: Any) -> base.PlanFigure:
             kind_seconds[c.kind] = kind_seconds.get(c.kind, 0.0) + c.seconds * c.count
     _panel(grid[0, 1], "By mesh axis", list(by_axis.items()))
     _panel(grid[1, 0], "By layer (those that differ in numbers only together)", layers)
-    _panel(grid[1, 1], "Dearest collectives", [(r.what, {r.kind: r.seconds}) for r in dearest])
+    _panel(grid[1, 1], "Dearest collectives", [(_label(r.what), {r.kind: r.seconds}) for r in dearest])
     return figure
 
 
@@ -47,6 +49,15 @@ def _layers(plan: Any) -> list[tuple[str, dict[str, float]]]:
     return sorted(found, key=lambda x: -sum(x[1].values()))[:MAX_ROWS]
 
 
+def _label(what: str) -> str:
+    """What a collective moves: the end of its path and its shape tell collectives apart, so the start goes first."""
+    path, _, array = what.partition(" ")
+    shape = f" {array[array.find('[') :]}" if "[" in array else ""
+    parts = path.split("/")
+    first = next((i for i in range(len(parts)) if len("/".join(parts[i:])) + len(shape) <= LETTERS), len(parts) - 1)
+    return ("…/" if first else "") + "/".join(parts[first:]) + shape
+
+
 def _panel(axes: Any, title: str, rows: list[tuple[str, dict[str, float]]]) -> None:
     """Bars stacked by kind; a panel without rows says so."""
     base.plain(axes, title)
@@ -56,6 +67,6 @@ def _panel(axes: Any, title: str, rows: list[tuple[str, dict[str, float]]]) -> N
         return
     used = dict.fromkeys(k for k in colours.KINDS if any(k in kinds for _, kinds in rows))
     stacks = {k: ([kinds.get(k, 0.0) for _, kinds in rows], colours.kind(k)) for k in used}
-    base.bars(axes, [name for name, _ in rows], stacks)
+    base.bars(axes, [name for name, _ in rows], stacks, LETTERS + 2)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_seconds(x)))

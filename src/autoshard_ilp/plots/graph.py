@@ -9,8 +9,9 @@ from typing import Any
 
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from autoshard_ilp.arguments import string
+from autoshard_ilp.arguments import is_one_of, string
 from autoshard_ilp.costs.fusion import VIEWS, fusible
+from autoshard_ilp.course import layers_of
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.plots import base, colours
@@ -51,8 +52,7 @@ def graph(plan: Any, layer: str | None, phase: str) -> base.PlanFigure:
     source = _graph_of(plan)
     if layer is not None:
         string("layer", layer)
-    name = layer if layer is not None else _dearest_layer(plan)
-    members, full = _members(source, name, phase)
+    members, full = _members(source, layer, phase) if layer is not None else _dearest(plan, source, phase)
     boxes, edges, hidden = layer_graph(plan, source, members)
     return _draw(boxes, edges, f"{full}, {phase}, on {plan.mesh}" + (f"; {hidden} more not shown" if hidden else ""))
 
@@ -68,14 +68,21 @@ def _graph_of(plan: Any) -> Graph:
     )
 
 
-def _dearest_layer(plan: Any) -> str:
+def _dearest(plan: Any, graph: Graph, phase: str) -> tuple[list[Op], str]:
+    """Operations of the layer that takes most time in this phase, and its name."""
+    phases = sorted({op.phase for op in graph.ops})
+    if not is_one_of(phase, phases):
+        raise InputShapeError(f"The phases of this step are {phases}. Received: phase={phase!r}.")
     seconds: dict[str, float] = defaultdict(float)
     for s in plan.course.segments:
-        if s.layer and s.phase == "forward":
+        if s.layer and s.phase == phase:
             seconds[s.layer] += s.seconds
     if not seconds:
         raise InputShapeError("A layer is named where a step has none of its own. Received: layer=None. Name a scope.")
-    return max(seconds, key=seconds.__getitem__)
+    dearest = max(seconds, key=seconds.__getitem__)
+    layer_of = layers_of((op.scope for op in graph.ops), (op.scope for op in graph.ops if op.phase == "forward"))
+    of_phase = [op for op in graph.ops if op.phase == phase and op.primitive not in OUTSIDE]
+    return [op for op in of_phase if layer_of[op.scope] == dearest], dearest
 
 
 def _members(graph: Graph, layer: str, phase: str) -> tuple[list[Op], str]:
@@ -239,14 +246,16 @@ def _draw(boxes: dict[int, Box], edges: Sequence[tuple[int, int]], title: str) -
     left = min(x - boxes[n].width / 2 for n, (x, _) in at.items()) - 0.1
     right = max(x + boxes[n].width / 2 for n, (x, _) in at.items()) + 0.1
     bottom = max(y + boxes[n].height / 2 for n, (_, y) in at.items()) + 0.1
-    right = max(right, left + 0.085 * len(title))
-    figure = base.PlanFigure(figsize=(right - left, bottom + 0.45), dpi=base.DPI)
+    figure = base.PlanFigure(dpi=base.DPI)
     figure.patch.set_alpha(0.0)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
+    style: dict[str, Any] = {"fontsize": base.FONT + 1, "color": colours.INK, "fontweight": "bold", "va": "center"}
+    heading = axes.text(left + 0.1, -0.25, title, **style)
+    right = max(right, left + 0.2 + heading.get_window_extent().width / base.DPI)
+    figure.set_size_inches(right - left, bottom + 0.45)
     axes.set_xlim(left, right)
     axes.set_ylim(bottom, -0.45)
-    axes.text(left + 0.1, -0.25, title, fontsize=base.FONT + 1, color=colours.INK, fontweight="bold", va="center")
     for a, b in edges:
         (xa, ya), (xb, yb) = at[a], at[b]
         ends = (xa, ya + boxes[a].height / 2), (xb, yb - boxes[b].height / 2)
@@ -260,7 +269,7 @@ def _draw(boxes: dict[int, Box], edges: Sequence[tuple[int, int]], title: str) -
 
 def _draw_box(axes: Any, box: Box, x: float, y: float) -> None:
     edge = colours.kind(box.kind) if box.kind else colours.INK
-    fill = {"variable": colours.PARTS["optimizer"], "outside": "none"}.get(box.role, edge)
+    fill = {"variable": colours.PARTS["optimizer"], "outside": colours.PALE}.get(box.role, edge)
     axes.add_patch(
         FancyBboxPatch(
             (x - box.width / 2, y - box.height / 2),
@@ -274,7 +283,7 @@ def _draw_box(axes: Any, box: Box, x: float, y: float) -> None:
             zorder=2,
         )
     )
-    ink = colours.INK if box.role == "outside" else "white"
+    ink = colours.ON_PALE if box.role == "outside" else "white"
     for i, line in enumerate(box.lines):
         top = y - box.height / 2 + 0.06 + (i + 0.5) * LINE
         axes.text(x, top, line, fontsize=8, family="monospace", ha="center", va="center", color=ink, zorder=3)

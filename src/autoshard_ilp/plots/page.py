@@ -42,8 +42,9 @@ color:inherit;background:none;border-left:0;border-right:0;border-top:0}
 .autoshard-plan .ap-bar{display:inline-block;height:9px;border-radius:2px;vertical-align:middle}
 .autoshard-plan .ap-key{margin:2px 0;font-size:12px}.autoshard-plan .ap-key span{margin-right:14px;white-space:nowrap}
 .autoshard-plan .ap-key i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
-.autoshard-plan .ap-two{display:flex;flex-wrap:wrap;gap:0 40px}
+.autoshard-plan .ap-two{display:flex;flex-wrap:wrap;gap:0 40px}.autoshard-plan .ap-two>div{min-width:0;max-width:100%}
 .autoshard-plan .ap-note{opacity:.8;font-size:12px;margin:4px 0}
+.autoshard-plan .ap-wide>svg{min-width:640px}
 .autoshard-plan svg{display:block;font:11px system-ui,sans-serif;background:none}
 .autoshard-plan svg text{fill:currentColor}.autoshard-plan svg text.ap-on{fill:#fff;font-size:10px}
 """.replace("\n", "")
@@ -168,7 +169,7 @@ def _timeline(plan: Any) -> str:
     kinds = {s.kind for s in plan.course.segments}
     note = '<div class="ap-note">Pale: runs behind compute.</div>' if plan.course.hidden() else ""
     key = _key({k: c for k, c in colours.KINDS.items() if k in kinds})
-    return f"<h4>Timeline of one device</h4>{drawn}{key}{note}"
+    return f'<h4>Timeline of one device</h4><div class="ap-wide">{drawn}</div>{key}{note}'
 
 
 def _collectives(plan: Any) -> str:
@@ -192,7 +193,7 @@ def _collectives(plan: Any) -> str:
 def _memory(plan: Any) -> str:
     drawn = svg.memory(plan.course, plan.memory.budget_bytes)
     held = {n: colours.part(n) for n in [*colours.PARTS] if any(plan.course.held.get(n, ()))}
-    curve = f"<h4>Memory per device over the step</h4>{drawn}{_key(held)}" if drawn else ""
+    curve = f"<h4>Memory per device over the step</h4><div class='ap-wide'>{drawn}</div>{_key(held)}" if drawn else ""
     lines = [
         [
             f"<b>{name}</b>" if name in ("peak", "budget") else escape(name),
