@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 
@@ -192,6 +193,13 @@ def child(*arguments, **environment):
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done
 
 
+@pytest.mark.parametrize("command", ["plan", "mesh", "sweep"])
+def test_help_of_a_command_is_immediate(command):
+    seconds, done = min((child(command, "--help") for _ in range(3)), key=lambda x: x[0])
+    assert f"autoshard {command}" in " ".join(done.stdout.replace("-m autoshard_ilp", "autoshard").split())
+    assert seconds < 0.3
+
+
 def test_help_is_immediate_and_complete():
     seconds, done = min((child("--help") for _ in range(3)), key=lambda x: x[0])
     for command in ("plan", "explain", "verify", "sweep", "pareto", "mesh", "profiles", "calibrate", "compare"):
@@ -221,3 +229,40 @@ def test_shells_complete(shell):
         timeout=120,
     )
     assert "mesh" in done.stdout and "pareto" not in done.stdout, done.stdout + done.stderr
+
+
+BASH = """
+source <(autoshard --show-completion bash)
+COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); COMP_LINE="{words}"; COMP_POINT=${{#COMP_LINE}}
+$(complete -p autoshard | sed 's/.*-F \\([^ ]*\\).*/\\1/') autoshard
+echo "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("autoshard pro", "profiles"),
+        ("autoshard plan --memory", "--memory-budget"),
+        ("autoshard plan m:f --hardware tpu-v5", "tpu-v5e tpu-v5p"),
+        ("autoshard pareto m:f --mode pre", "predict"),
+        ("autoshard plan m:f --baseline fsdp", "fsdp fsdp+megatron"),
+        ("autoshard plan m:f --remat s", "selective"),
+    ],
+)
+def test_bash_completes_commands_options_and_their_values(words, completed, tmp_path):
+    command = tmp_path / "autoshard"
+    command.write_text(f"#!{sys.executable}\nfrom autoshard_ilp.__main__ import main\nmain()\n")
+    command.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
+    shell = ["bash", "--norc", "-c", BASH.format(words=words)]
+    done = subprocess.run(shell, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == completed, done.stderr
+
+
+def test_the_completed_baselines_are_those_that_exist():
+    from autoshard_ilp import baselines, cli_options
+
+    assert tuple(baselines.BASELINES) == cli_options.BASELINES

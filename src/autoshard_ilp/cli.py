@@ -20,6 +20,22 @@ import typer
 
 from autoshard_ilp import __version__, cli_explore
 from autoshard_ilp.cli_calibrate import calibrate
+from autoshard_ilp.cli_options import (
+    Baseline,
+    Batch,
+    Budget,
+    Hardware,
+    Json,
+    Length,
+    Mesh,
+    Mode,
+    Model,
+    Objective,
+    OtherModel,
+    Pin,
+    PlanFile,
+    Remat,
+)
 from autoshard_ilp.console import (
     INTERRUPTED,
     keep,
@@ -144,33 +160,20 @@ def _spec(text: str, pin: str) -> tuple[Any, ...]:
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
-
 
 @app.command()
 @reported
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="hub:PRESET (hub:llama3_8b, hub:gpt2_small?layers=2) or module:factory.")
-    ],
-    mesh: Annotated[str, typer.Option(help="Axes of the device mesh, such as data=4,model=4.")],
-    hardware: Annotated[
-        str | None, typer.Option(help="Profile name (autoshard profiles), tpu-v5e:4x4, or a TOML. [default: cpu-host]")
-    ] = None,
-    memory_budget: Annotated[
-        str | None, typer.Option(help="Per device: 16GB, 16GiB or bytes. [default: what the hardware has]")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Global batch. [default: 32, rounded up]")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Size of unknown dimensions, such as tokens.")] = None,
-    mode: Annotated[str, typer.Option(help="train (the whole step) or predict (forward only).")] = "train",
-    objective: Annotated[str, typer.Option(help="step_time or communication.")] = "step_time",
-    remat: Annotated[
-        str, typer.Option(help="Recompute activations: auto (only if nothing else fits), never, selective or full.")
-    ] = "auto",
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(help="REGEX=SPEC, repeatable: 'query/kernel=(None, \"model\")' or query/kernel=None,model."),
-    ] = None,
+    model: Model,
+    mesh: Mesh,
+    hardware: Hardware = None,
+    memory_budget: Budget = None,
+    batch_size: Batch = None,
+    sequence_length: Length = None,
+    mode: Mode = "train",
+    objective: Objective = "step_time",
+    remat: Remat = "auto",
+    pin: Pin = None,
     time_limit: Annotated[float, typer.Option(help="Seconds for the solver.", min=0.0)] = 60.0,
     relative_gap: Annotated[float, typer.Option(help="Stop at this gap; 0 proves optimality.", min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the solver.")] = 0,
@@ -179,9 +182,7 @@ def plan(
     compiled: Annotated[
         bool, typer.Option("--verify", help="Compile the plan, and plan again while it exceeds the budget.")
     ] = False,
-    baseline: Annotated[
-        list[str] | None, typer.Option(help="Compare with data_parallel, fsdp, zero1, megatron, ...; repeatable.")
-    ] = None,
+    baseline: Baseline = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -285,12 +286,12 @@ def _show(found: Any, others: Mapping[str, Any], output: Path | None, as_json: b
 @app.command()
 @reported
 def verify(
-    plan_file: Annotated[Path, typer.Argument(help="A plan written by autoshard plan --output.")],
+    plan_file: PlanFile,
     target: Annotated[
         str | None,
         typer.Option(help="Compile for tpu-v5e:4x4, h100:8, cpu:8, ... [default: the plan's hardware]"),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Build this model instead of the one that the plan names.")] = None,
+    model: OtherModel = None,
     hlo: Annotated[Path | None, typer.Option(help="Write the compiled program's text to this file.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from autoshard_ilp.cli_options import hardware_names
 from autoshard_ilp.console import print_json, print_text, quiet_native_logs, reported, say
 
 
@@ -18,7 +19,8 @@ def calibrate(
         str | None, typer.Option("--mesh", help='Such as "data=2,model=4"; default: all devices on one axis.')
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option("--hardware", help="Profile to correct; default: the devices'.")
+        str | None,
+        typer.Option("--hardware", help="Profile to correct; default: the devices'.", autocompletion=hardware_names),
     ] = None,
     cpu_devices: Annotated[
         int | None, typer.Option("--cpu-devices", min=1, help="Simulate this many devices on the CPU.")

@@ -12,6 +12,25 @@ from typing import Annotated, Any
 
 import typer
 
+from autoshard_ilp.cli_options import (
+    Batch,
+    Budget,
+    Figure,
+    Hardware,
+    Json,
+    Length,
+    Limit,
+    Mesh,
+    Mode,
+    Model,
+    Objective,
+    OtherModel,
+    Pin,
+    PlanFile,
+    Remat,
+    Table,
+    hardware_names,
+)
 from autoshard_ilp.console import (
     INFEASIBLE,
     INTERRUPTED,
@@ -26,28 +45,6 @@ from autoshard_ilp.console import (
     width,
 )
 from autoshard_ilp.errors import InputShapeError, PlanFileError, SweepFileError
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
-PlanFile = Annotated[Path, typer.Argument(help="A plan written by autoshard plan --output.")]
-Model = Annotated[str, typer.Argument(help="hub:PRESET (hub:llama3_8b, hub:gpt2_small?layers=2) or module:factory.")]
-OtherModel = Annotated[str | None, typer.Option(help="Build this model instead of the one that the plan names.")]
-Budget = Annotated[str | None, typer.Option(help="Per device: 16GB, 16GiB or bytes. [default: what the hardware has]")]
-Batch = Annotated[int | None, typer.Option(help="Global batch. [default: 32, rounded up]")]
-Length = Annotated[int | None, typer.Option(help="Size of unknown dimensions, such as tokens.")]
-Mode = Annotated[str, typer.Option(help="train (the whole step) or predict (forward only).")]
-Objective = Annotated[str, typer.Option(help="step_time or communication.")]
-Remat = Annotated[str, typer.Option(help="Recompute activations: auto, never, selective, full or full:6.")]
-Pin = Annotated[list[str] | None, typer.Option(help="REGEX=SPEC, repeatable.")]
-Limit = Annotated[float, typer.Option(help="Seconds for the solver, per plan.", min=0.0)]
-Figure = Annotated[Path | None, typer.Option("--plot", help="Draw into this file (.png, .svg or .pdf).")]
-Table = Annotated[Path | None, typer.Option("--output", "-o", help="Write the table to this CSV file.")]
-
-
-def _hardware_names(incomplete: str) -> list[str]:
-    """Profiles for the shell's completion."""
-    from autoshard_ilp.costs.profile import profiles
-
-    return [name for name in profiles() if name.startswith(incomplete)]
 
 
 def register(app: typer.Typer) -> None:
@@ -99,11 +96,8 @@ def compare(
 @reported
 def pareto(
     model: Model,
-    mesh: Annotated[str, typer.Option(help="Axes of the device mesh, such as data=4,model=4.")],
-    hardware: Annotated[
-        str | None,
-        typer.Option(help="Profile name, slice or TOML. [default: cpu-host]", autocompletion=_hardware_names),
-    ] = None,
+    mesh: Mesh,
+    hardware: Hardware = None,
     budget: Annotated[
         list[str] | None, typer.Option(help="A budget per device, repeatable. [default: find every breakpoint]")
     ] = None,
@@ -151,7 +145,7 @@ def mesh(
         list[str] | None,
         typer.Option(
             help="Profile, slice (tpu-v5e:4x4) or PROFILE=DEVICES; repeatable to compare.",
-            autocompletion=_hardware_names,
+            autocompletion=hardware_names,
         ),
     ] = None,
     price: Annotated[

@@ -80,7 +80,7 @@ def parsed(text: str, source: str = "a pickled plan") -> Plan:
     if wrong is not None:
         raise PlanFileError(
             f"A plan file of version {version} follows its schema (schemas/plan.schema.json). Received: {source} with "
-            f"a missing or wrong field: {wrong}. Save the plan again."
+            f"a missing or wrong field: {wrong} Save the plan again."
         )
     try:
         return from_dict(data)

@@ -25,9 +25,10 @@ def _validator(name: str) -> Any:
 
 
 def problem(data: Any, name: str) -> str | None:
-    """The first thing that is wrong with some data, in words; None when it follows the schema."""
+    """The first thing that is wrong with some data, to the end of a sentence; None when it follows the schema."""
     errors = sorted(_validator(name).iter_errors(data), key=lambda e: (len(e.absolute_path), str(e.absolute_path)))
-    return _in_words(errors[0], schema(name)) if errors else None
+    words = _in_words(errors[0], schema(name)) if errors else None
+    return words if words is None or words.endswith((".", "?")) else f"{words}."
 
 
 def _in_words(error: Any, whole: dict[str, Any]) -> str:

@@ -116,7 +116,7 @@ def read_sweep(path: Any) -> dict[str, Any]:
     if wrong is not None:
         raise SweepFileError(
             f"A sweep file has models and meshes, and optional axes ({', '.join(AXES[2:])}), output, [solver] and "
-            f"[run]. Received: {source}, in which {wrong}."
+            f"[run]. Received: {source}, in which {wrong}"
         )
     return data
 
