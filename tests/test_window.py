@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from autoshard_ilp.program.model import Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.prices import PricedRows
 from autoshard_ilp.program.window import fronts, kernels_fronts, window
+from autoshard_ilp.program.window.partial import completed
 from autoshard_ilp.program.window.relations import Bucket, Relations, _codes
 from autoshard_ilp.program.window.relaxations import Relaxations
 from autoshard_ilp.program.window.tighten import tighten
@@ -108,28 +110,39 @@ def test_what_stays_wide_is_split(shape: str, monkeypatch: pytest.MonkeyPatch) -
         if answer.left is not None:
             assert best.choices is not None
             assert all(best.choices[v] in left for v, left in answer.left.items())
-    assert splits[0] > 2
+    assert splits[0] > 1
     assert ended > 3
 
 
 @pytest.mark.parametrize("shape", ["tree", "cycle", "random"])
 def test_wide_buckets_are_left_open(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every bucket is too wide the answer is unknown, and its bound below the optimum; never a wrong proof."""
+    """Where every bucket is too wide the answer is unknown, and its bound below the optimum; never a wrong proof.
+
+    What messages choose of the nodes left is a plan all the same, if it fits.
+    """
     monkeypatch.setattr(window, "ROWS", 1)
     monkeypatch.setattr(window, "MOST_ROWS", 2)
-    left_open = 0
-    for _, program in tight_programs(12, 8, shape, 0.4):
+    left_open = plans = 0
+    for _, program in tight_programs(30, 8, shape, 0.4):
         best, net = brute_force(program), rows_net(program)
         assert program.capacity is not None
         answer = window.Window(net, program.capacity, [np.zeros(len(net.base))]).solve(2 * best.objective, soon())
         left_open += answer.status == "unknown"
         assert answer.bound <= best.objective * (1 + 1e-9)
+        if answer.status == "unknown" and answer.choices is not None:
+            plans += 1
+            assert best.objective <= program.cost(answer.choices) <= 2 * best.objective
+            assert program.peak(answer.choices) <= program.capacity
     assert left_open > 3
+    assert plans > 0
 
 
 def test_tightening_keeps_every_wanted_plan() -> None:
-    """Plans within the limit are still there, at the same cost, after message passing over what is left."""
-    checked = 0
+    """Plans within the limit are still there, at the same cost, after message passing over what is left.
+
+    What the messages choose is completed with the best of what was eliminated.
+    """
+    checked = completions = compared = 0
     for _, program in tight_programs(20, 6, "random", 0.5, forbidden=0.1):
         net, capacity = rows_net(program), program.capacity
         assert capacity is not None
@@ -140,7 +153,7 @@ def test_tightening_keeps_every_wanted_plan() -> None:
         for v in relations.live[:2]:
             relations.eliminate(v, 10**6)
         before = relations.count()
-        bounds = tighten(relations, relaxed.bounds(), limits, soon())
+        bounds, chosen = tighten(relations, relaxed.bounds(), limits, soon())
         assert (bounds >= relaxed.bounds() - 1e-9).all()
         for choices in itertools.product(*(range(len(n.costs)) for n in program.nodes)):
             x = np.array(choices)
@@ -152,7 +165,25 @@ def test_tightening_keeps_every_wanted_plan() -> None:
                     assert fits.sum() == 1
                 checked += 1
         assert relations.count() <= before
+        if chosen is not None:
+            completions += 1
+            plan = completed(relaxed, relations, chosen)
+            assert plan is not None
+            assert math.isfinite(program.cost(plan))
+            rest = [[s] if v in chosen else range(len(program.nodes[v].costs)) for v, s in enumerate(plan)]
+            for x in itertools.product(*rest):
+                if program.cost(x) <= limit and program.peak(x) <= capacity:
+                    assert _value(relaxed, program, plan) <= _value(relaxed, program, x) * (1 + 1e-9)
+                    compared += 1
     assert checked > 20
+    assert completions > 5
+    assert compared > 5
+
+
+def _value(relaxed: Relaxations, program: Program, choices: Sequence[int] | np.ndarray) -> float:
+    """What the first relaxation makes of an assignment."""
+    weights, used = relaxed.weights[0], program.usage_over_time(choices)
+    return float(weights[0] * program.cost(choices) + weights[1:] @ used[: len(weights) - 1])
 
 
 def test_the_solver_ends_with_a_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -22,11 +23,14 @@ from autoshard_ilp.program.window.window import Window
 FIRST_PART = 1 / 16  # of the gap: the first step ..
 FIRST_STEP = 1e-3  # .. and the largest one, relative
 SWEEPS, STALL = 200, 0.002  # before the first window: at most, and the part of the gap that a few of them must close
-QUICK_SECONDS = 0.5  # a window that took no longer is followed by one of twice the step
+QUICK_SECONDS = 0.5  # a window that took no longer is followed by one of twice the step ..
+GROWTH = 2.5  # .. and else by one that takes about as many times as long, if seconds grow as before
 PATIENCE_SECONDS = 10.0  # for a window; twice as much after each that took longer ..
 SHARE = 0.5  # .. but at most this part of the time left
 FAILURES = 3  # windows that may be too wide before this is given up
 LEAST_STEP = 1e-6  # relative
+LEAST_SECONDS = 0.01  # of a window, as far as its growth is concerned
+LEAST_SHARE = 0.25  # of the last step, that the next one is at least
 
 
 class Widening:
@@ -40,7 +44,7 @@ class Widening:
         deadline: float,
     ) -> None:
         self.offer, self.prove, self.done, self.deadline = offer, prove, done, deadline
-        self.windows: list[dict[str, float | str]] = []
+        self.windows: list[dict[str, Any]] = []
 
     def run(self, net: Net, upper: float) -> float:
         """Widen the limit until the optimum is known, or windows get too wide. Returns the cost of the best plan known.
@@ -53,6 +57,7 @@ class Widening:
             EmptyNodeError: no plan is cheaper than ``upper``.
         """
         net = net.copy()
+        patience, (began, began_alone) = PATIENCE_SECONDS, (time.monotonic(), time.thread_time())
         reduce.compress_all(net)
         messages = Messages(net)
         settle(messages, upper, SWEEPS, STALL, self.deadline)
@@ -61,17 +66,18 @@ class Widening:
         reduce.compress_all(net)
         window = Window(net, 0, [np.zeros(0)], self.deadline)
         known, failures, too_wide = max(window.bound, net.constant), 0, math.inf
-        patience = PATIENCE_SECONDS
         step = min(FIRST_PART * (upper - known), FIRST_STEP * abs(known))
         while not self.done() and failures < FAILURES and step > LEAST_STEP * abs(known):
-            now = time.monotonic()
+            now, since = time.monotonic(), time.thread_time()
             if now > self.deadline:
                 break
             limit = upper if known + 1.5 * step > upper else known + step
             if limit >= too_wide:
                 limit = 0.5 * (known + too_wide)
-            found = window.solve(limit, now + min(patience, SHARE * (self.deadline - now)))
-            took = time.monotonic() - now
+            # What a window may take, and steps, shall not depend on what else a machine does.
+            waits = max(1.0, (now - began) / max(since - began_alone, LEAST_SECONDS))
+            found = window.solve(limit, now + min(patience * waits, SHARE * (self.deadline - now)))
+            took = time.thread_time() - since
             self.windows.append({"limit": limit, "status": found.status, "seconds": took})
             if found.choices is not None:
                 upper = self.offer(net.complete(found.choices))
@@ -85,5 +91,15 @@ class Widening:
                 raise EmptyNodeError("limit")
             else:
                 known, too_wide = limit, math.inf
-                step *= 2.0 if took <= QUICK_SECONDS else 1.0
+                step = 2.0 * step if took <= QUICK_SECONDS else min(2.0 * step, self._next_step(step))
         return upper
+
+    def _next_step(self, step: float) -> float:
+        """By how much to widen the last limit, were it proved: seconds of windows grow exponentially with the limit."""
+        proved = [w for w in self.windows if w["status"] == "infeasible"][-2:]
+        if len(proved) < 2:
+            return step
+        before, last = proved
+        rate = math.log(max(last["seconds"], LEAST_SECONDS) / max(before["seconds"], LEAST_SECONDS))
+        rate /= last["limit"] - before["limit"]
+        return max(LEAST_SHARE * step, math.log(GROWTH) / rate) if rate > 0 else step

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from autoshard_ilp.program.window import kernels
-from autoshard_ilp.program.window.relations import Bucket
+from autoshard_ilp.program.window.relations import Bucket, Relations
 from autoshard_ilp.program.window.relaxations import Relaxations
 
 FEWER = 0.8  # of the rows: worth telling the others
@@ -77,3 +77,40 @@ def never_too_much(relaxed: Relaxations, buckets: list[Bucket]) -> list[np.ndarr
     no_limit = np.full(len(base), np.inf)
     most = _sweep(buckets, lambda b: -b.used.astype(np.float64), -base, no_limit)  # the least of what is negative
     return [np.where(np.isfinite(m), relaxed.capacity + m, 0.0).astype(np.int64) for m in most]
+
+
+def completed(relaxed: Relaxations, relations: Relations, chosen: dict[int, int]) -> np.ndarray | None:
+    """Choices of all live nodes (others 0): ``chosen`` of those left, with the best rows of buckets in relaxation 0.
+
+    None where what is chosen is in no row that is left.
+    """
+    choices = np.zeros(len(relaxed.net.cost), np.int64)
+    for v, strategy in chosen.items():
+        choices[v] = strategy
+    todo: list[tuple[int, int]] = []
+    for r in relations.relations.values():
+        if r.group is None:
+            continue
+        rows = np.ones(len(r.group), bool)
+        for v, labels, column in zip(r.scope, r.labels, r.columns, strict=True):
+            rows &= column == labels[choices[v]]
+        if not rows.any():
+            return None
+        todo.append((r.bucket, int(r.group[np.flatnonzero(rows)[0]])))
+    values: list[np.ndarray] = []
+    least: list[np.ndarray] = []
+    for bucket in relations.buckets:
+        value = relaxed.value(bucket.cost, bucket.used)[:, :1]
+        for child, group in bucket.children:
+            value += least[child][group]
+        values.append(value[:, 0])
+        least.append(kernels.least_by(bucket.group, value, bucket.groups))
+    while todo:
+        number, group = todo.pop()
+        bucket = relations.buckets[number]
+        first, last = np.searchsorted(bucket.group, (group, group + 1))
+        row = int(first) + int(np.argmin(values[number][first:last]))
+        if bucket.node >= 0:
+            choices[bucket.node] = bucket.strategy[row]
+        todo += [(child, int(groups[row])) for child, groups in bucket.children]
+    return choices

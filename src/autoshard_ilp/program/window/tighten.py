@@ -23,19 +23,25 @@ TABLE_CELLS = 5_000
 SPARSE = 3  # times as many cells as rows: still a table
 
 
-def tighten(relations: Relations, bounds: np.ndarray, limits: np.ndarray, deadline: float) -> np.ndarray:
-    """Raises the bounds of the relaxations and prunes; the new bounds.
+def tighten(
+    relations: Relations, bounds: np.ndarray, limits: np.ndarray, deadline: float
+) -> tuple[np.ndarray, dict[int, int] | None]:
+    """Raises the bounds of the relaxations and prunes.
 
     Args:
         relations: changed in place.
         bounds, limits: of each relaxation.
         deadline: monotonic seconds, after which nothing changes any more.
 
+    Returns:
+        The new bounds, and what the messages of the first relaxation choose: per live node a strategy, where that is
+        possible.
+
     Raises:
         EmptyNodeError: no plan is wanted.
     """
     graph = _Graph(relations)
-    bounds = bounds.copy()
+    bounds, chosen = bounds.copy(), None
     for k in range(len(bounds)):
         if time.monotonic() > deadline:
             break
@@ -47,11 +53,13 @@ def tighten(relations: Relations, bounds: np.ndarray, limits: np.ndarray, deadli
                 break
         graph.read(relations, k, messages)
         bounds[k] = messages.bound
+        if k == 0:
+            chosen = graph.chosen(messages)
     relations.room = limits - bounds
     if (relations.room < 0).any():
         raise EmptyNodeError(-1)
     relations.prune()
-    return bounds
+    return bounds, chosen
 
 
 class _Graph:
@@ -108,6 +116,11 @@ class _Graph:
                 r.slack[:, k] = slack
             else:
                 r.slack[:, k] = messages.tables[self.factors[n][0]][tuple(r.columns)]
+
+    def chosen(self, messages: Messages) -> dict[int, int] | None:
+        """Strategies that go together, found from the messages; None where those do not."""
+        choices = messages.improve(messages.decode())
+        return {v: int(choices[i]) for v, i in self.node.items()} if math.isfinite(messages.cost(choices)) else None
 
 
 def _is_wide(r: Relation) -> bool:

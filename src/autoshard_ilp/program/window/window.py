@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard_ilp.program.net import EmptyNodeError, Net
+from autoshard_ilp.program.prices import PricedRows
 from autoshard_ilp.program.window.fronts import best_plan
-from autoshard_ilp.program.window.partial import keep_wanted
+from autoshard_ilp.program.window.partial import completed, keep_wanted
 from autoshard_ilp.program.window.relations import Relations
 from autoshard_ilp.program.window.relaxations import Relaxations
 from autoshard_ilp.program.window.tighten import tighten
@@ -106,9 +107,12 @@ class Window:
                 if time.monotonic() > self.deadline:
                     return False
                 before = relations.count()
-                bounds = tighten(relations, bounds, self.limits, self.deadline)
+                bounds, chosen = tighten(relations, bounds, self.limits, self.deadline)
                 if top:
                     self.proved = self.relaxed.seconds(bounds)
+                if chosen is not None and self._try(relations, chosen):
+                    relations.room = self.limits - bounds
+                    relations.prune()
                 if relations.count() > LESS * before:
                     if most * WIDER <= MOST_ROWS:
                         most *= WIDER
@@ -133,6 +137,18 @@ class Window:
             self.limits = self.relaxed.limits(self.limit)
         return found.ended
 
+    def _try(self, relations: Relations, chosen: dict[int, int]) -> bool:
+        """Take over the plan of what is chosen of the nodes left, and its cost as the limit, where it is wanted."""
+        choices = completed(self.relaxed, relations, chosen)
+        if choices is None:
+            return False
+        cost, capacity = self.net.value(choices), self.relaxed.capacity
+        if not cost < self.limit or (PricedRows(self.net, capacity).usage(choices) > capacity).any():
+            return False
+        self.best, self.limit = choices, cost
+        self.limits = self.relaxed.limits(cost)
+        return True
+
     def _split(self, relations: Relations, bounds: np.ndarray, most: int, depth: int) -> bool:
         """Both halves of what is too wide, the one with the least bound first; False where one is left open."""
         halves: list[tuple[float, int, Relations, np.ndarray]] = []
@@ -141,7 +157,7 @@ class Window:
             return False
         for half in parts:
             try:
-                found = tighten(half, bounds, self.limits, self.deadline)
+                found, _ = tighten(half, bounds, self.limits, self.deadline)
             except EmptyNodeError:
                 continue
             halves.append((self.relaxed.seconds(found), len(halves), half, found))
