@@ -85,8 +85,7 @@ def completed(relaxed: Relaxations, relations: Relations, chosen: dict[int, int]
     None where what is chosen is in no row that is left.
     """
     choices = np.zeros(len(relaxed.net.cost), np.int64)
-    for v, strategy in chosen.items():
-        choices[v] = strategy
+    choices[list(chosen)] = list(chosen.values())
     todo: list[tuple[int, int]] = []
     for r in relations.relations.values():
         if r.group is None:
@@ -106,9 +105,9 @@ def completed(relaxed: Relaxations, relations: Relations, chosen: dict[int, int]
         values.append(value[:, 0])
         least.append(kernels.least_by(bucket.group, value, bucket.groups))
     while todo:
-        number, group = todo.pop()
+        number, own = todo.pop()
         bucket = relations.buckets[number]
-        first, last = np.searchsorted(bucket.group, (group, group + 1))
+        first, last = np.searchsorted(bucket.group, (own, own + 1))
         row = int(first) + int(np.argmin(values[number][first:last]))
         if bucket.node >= 0:
             choices[bucket.node] = bucket.strategy[row]
