@@ -227,6 +227,18 @@ def test_where_memory_binds_another_part_of_it() -> None:
     assert [(a[0], a[2]) for a in solver.asked] == [("tied", 100.0), ("fine", 20.0)]
 
 
+def test_also_of_a_program_that_cannot_be_halved() -> None:
+    one, first = problem("tied", [0, 1, 2]), solution(2.0, "feasible", 1.9, large=True)
+    solver = _Solver([first, solution(1.95)], takes=20.0)
+    _, found, notes = solve_halved(lambda halved: one, solver, 100.0, lambda: solver.now, bound_part=0.25)
+    known = {"relaxed": [7, 8], "without_memory": 1.9}
+    assert solver.asked == [("tied", None, 100.0, {"rows": False}), ("tied", [7, 9], 20.0, known)]
+    assert found.objective == 1.95 and found.report["without_memory"] == 1.9 and not notes
+    solver = _Solver([solution(2.0)])  # it does not bind
+    solve_halved(lambda halved: one, solver, 100.0, lambda: solver.now, bound_part=0.25)
+    assert len(solver.asked) == 1
+
+
 def test_programs_of_three_axes_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     edges = [SimpleNamespace(table=np.zeros((30, 40))), SimpleNamespace(table=np.zeros((20, 10)))]
     monkeypatch.setattr(halving, "WIDE_CELLS", 1400)

@@ -102,7 +102,7 @@ def solve_halved(
     for halved in (False,) if binds is Binds.PERHAPS else (True, False):
         one = make(halved)
         if not splittable(one):
-            return one, solve(one, None, left()), ()
+            return one, _alone(one, solve, left, over, bound_part), ()
         if binds is Binds.SURELY:
             return one, solve(one, None, left(), relaxed=cheapest(one.program)), (HALVED,)
         first = solve(one, None, LOOK_SHARE * time_limit if halved else free_part * left(), rows=False)
@@ -123,6 +123,22 @@ def solve_halved(
     if second.choices is None and not over(second) and not one.table.halved:
         return one, solve(one, None, bound_part * left(), relaxed=relaxed), ()
     return fine, second, (HALVED,)
+
+
+def _alone(
+    one: P, solve: Solve[P], left: Callable[[], float], over: Callable[[Any], bool], bound_part: float
+) -> Any:
+    """Solves the one program there is; where memory binds, within ``bound_part`` of the time left then."""
+    if bound_part == 1 or one.program.capacity is None:
+        return solve(one, None, left())
+    first = solve(one, None, left(), rows=False)
+    relaxed = first.report.pop("relaxed", None)
+    if relaxed is None or over(first):
+        return first
+    known = {"relaxed": relaxed, "without_memory": first.lower_bound}
+    second = solve(one, first.choices, bound_part * left(), **known)
+    second.report["without_memory"] = first.lower_bound
+    return second
 
 
 def wide(program: Any) -> bool:
