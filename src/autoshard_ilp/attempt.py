@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,9 +107,11 @@ def attempt(
     """
     from autoshard_ilp.program import solve
 
+    facts = functools.cache(lambda: read(step.graph, request))
+
     def priced(halved: bool) -> Priced:
         with progress.stage("strategies"):
-            table, pinned = price(step.graph, request, halved)
+            table, pinned = price(*facts(), request, halved)
         with progress.stage("costs"):
             return Priced(table, build(step, infos, table, request), pinned)
 
@@ -147,12 +150,9 @@ def with_whole_tensors(problem: Priced, solution: Any) -> Any:
 
 
 @collector_paused()
-def price(graph: Any, request: Request, halved: bool = False) -> tuple[Any, Pinned]:
-    """The cost table of a graph, and the pins it honours; ``halved`` as in :func:`build_table`."""
-    from autoshard_ilp.costs.collectives import CollectiveCosts
-    from autoshard_ilp.costs.prices import Prices, once
-    from autoshard_ilp.costs.table import build_table
-    from autoshard_ilp.costs.topology import MeshLinks
+def read(graph: Any, request: Request) -> tuple[Any, Pinned]:
+    """The facts of a graph that its prices depend on, and the pins that it honours."""
+    from autoshard_ilp.costs.facts import Facts
     from autoshard_ilp.rules import rule_for
 
     mesh = request.mesh
@@ -161,29 +161,38 @@ def price(graph: Any, request: Request, halved: bool = False) -> tuple[Any, Pinn
     if request.restriction is not None:
         pinned = Pinned({**request.restriction(shapes), **pinned.allowed}, pinned.sources)
     pinned = Pinned({**whole_seeds(graph, len(mesh.axis_names)), **pinned.allowed}, pinned.sources)
+    facts = Facts.of(graph, rule_for, request.profile, pinned.key, request.solver.fold_layers)
+    if facts.unknown and request.solver.strict:
+        raise UnsupportedModelError(
+            "Under strict=True every primitive needs a sharding rule. Received: "
+            + "; ".join(facts.unknown[:5])
+            + ". Add a rule (src/autoshard_ilp/rules/README.md), or plan without strict to keep these whole."
+        )
+    return facts, pinned
+
+
+@collector_paused()
+def price(facts: Any, pinned: Pinned, request: Request, halved: bool = False) -> tuple[Any, Pinned]:
+    """The cost table of a graph, and the pins it honours; ``halved`` as in :func:`build_table`."""
+    from autoshard_ilp.costs.collectives import CollectiveCosts
+    from autoshard_ilp.costs.prices import Prices, once
+    from autoshard_ilp.costs.table import build_table
+    from autoshard_ilp.costs.topology import MeshLinks
+
+    mesh = request.mesh
     links = MeshLinks.create(request.profile, mesh.axis_names, mesh.axis_sizes, request.physical_shape)
     collectives = CollectiveCosts(links)
     key = (mesh.axis_names, mesh.axis_sizes, request.physical_shape, id(request.profile))
     _, prices = once(request.known, key, lambda: (request.profile, Prices.of(mesh.axis_sizes, collectives)))
     table = build_table(
-        graph,
-        rule_for,
+        facts,
         mesh.axis_names,
         mesh.axis_sizes,
-        request.profile,
         collectives,
         prices=prices,
         restriction=pinned.restrict,
-        restriction_key=pinned.key,
-        fold_layers=request.solver.fold_layers,
         halved=halved,
     )
-    if table.unknown and request.solver.strict:
-        raise UnsupportedModelError(
-            "Under strict=True every primitive needs a sharding rule. Received: "
-            + "; ".join(table.unknown[:5])
-            + ". Add a rule (src/autoshard_ilp/rules/README.md), or plan without strict to keep these whole."
-        )
     return table, pinned
 
 

@@ -12,7 +12,7 @@ A tensor may stay partial on its way through operations that only rearrange it (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard_ilp.graph import Graph, Op
@@ -44,14 +44,16 @@ class Deferral:
 NONE = Deferral()
 
 
-def deferrals(graph: Graph, rules: Sequence[Rule]) -> list[Deferral]:
+def deferrals(graph: Graph, rules: Sequence[Rule], kinds: Sequence[int]) -> list[Deferral]:
     """Deferral of every operation.
 
     Args:
         graph: with hubs.
         rules: sharding rule per operation.
+        kinds: per operation, a number: those with equal ones look alike.
     """
-    partial = _may_be_partial(graph, rules)
+    alone = _runs_partial(graph, kinds)
+    partial = _may_be_partial(graph, rules, kinds, alone)
     leaves: set[int] = set()  # ops whose result reaches a sum of such tensors
     for op in reversed(graph.ops):
         if not op.outputs or op.outputs[0] not in partial:
@@ -68,14 +70,23 @@ def deferrals(graph: Graph, rules: Sequence[Rule]) -> list[Deferral]:
             graph.tensors[t].producer in leaves and graph.tensors[t].result_index == 0 for t in op.inputs
         )
         reads = reads and op.primitive in SUMS | REARRANGEMENTS
-        local = op.eqn is not None and len(op.outputs) == 1 and runs_partial(graph.view(op))
+        local = op.eqn is not None and len(op.outputs) == 1 and alone[kinds[op.id]]
         found.append(Deferral(reads, reads and op.primitive in SUMS, op.id in leaves, local))
     return found
 
 
-def _may_be_partial(graph: Graph, rules: Sequence[Rule]) -> set[int]:
+def _runs_partial(graph: Graph, kinds: Sequence[int]) -> dict[int, bool]:
+    """Per kind, whether its operations may run on one device's part of what they reduce."""
+    first: dict[int, Op] = {}
+    for op in graph.ops:
+        first.setdefault(kinds[op.id], op)
+    return {kind: runs_partial(graph.view(op)) for kind, op in first.items()}
+
+
+def _may_be_partial(graph: Graph, rules: Sequence[Rule], kinds: Sequence[int], alone: Mapping[int, bool]) -> set[int]:
     """Tensors that can hold partial sums: results of reductions, and what is summed or rearranged of such."""
     found: set[int] = set()
+    adds: dict[int, bool] = {}
     for op in graph.ops:
         if len(op.outputs) != 1 or not graph.tensors[op.outputs[0]].shape:
             continue
@@ -84,8 +95,11 @@ def _may_be_partial(graph: Graph, rules: Sequence[Rule]) -> set[int]:
         elif op.primitive in REARRANGEMENTS:
             partial = op.inputs[0] in found
         else:
-            adds = any(f.kind is Kind.REDUCTION and f.combine == "add" for f in rules[op.id].factors.values())
-            partial = adds and op.eqn is not None and runs_partial(graph.view(op))
+            kind = kinds[op.id]
+            if kind not in adds:
+                factors = rules[op.id].factors.values()
+                adds[kind] = any(f.kind is Kind.REDUCTION and f.combine == "add" for f in factors)
+            partial = adds[kind] and op.eqn is not None and alone[kind]
         if partial:
             found.add(op.outputs[0])
     return found

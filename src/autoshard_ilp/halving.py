@@ -125,9 +125,7 @@ def solve_halved(
     return fine, second, (HALVED,)
 
 
-def _alone(
-    one: P, solve: Solve[P], left: Callable[[], float], over: Callable[[Any], bool], bound_part: float
-) -> Any:
+def _alone(one: P, solve: Solve[P], left: Callable[[], float], over: Callable[[Any], bool], bound_part: float) -> Any:
     """Solves the one program there is; where memory binds, within ``bound_part`` of the time left then."""
     if bound_part == 1 or one.program.capacity is None:
         return solve(one, None, left())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard_ilp.attempt import Failure, build, price
+from autoshard_ilp.attempt import Failure, build, price, read
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.request import Request
 from autoshard_ilp.units import format_bytes
@@ -56,7 +56,7 @@ def _pins_at_fault(failures: Sequence[Failure], request: Request, pins: list[str
 
     free = replace(request, pins=None)
     for failure in failures if pins else ():
-        table, _ = price(failure.step.graph, free)
+        table, _ = price(*read(failure.step.graph, free), free)
         program = build(failure.step, failure.infos, table, free).program
         _, upper, _ = minimum_capacity(program, request.solver, enough=request.capacity)
         if upper <= request.capacity:

@@ -15,22 +15,21 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs import compute
-from autoshard_ilp.costs.combining import Shares, shares
-from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold, halves
+from autoshard_ilp.costs.combining import Shares
+from autoshard_ilp.costs.facts import BOUNDARY, Facts
 from autoshard_ilp.costs.kernels import COUNTED, with_kernels
 from autoshard_ilp.costs.lookups import copy_seconds, is_lookup, scattered, several_tables
-from autoshard_ilp.costs.memory import Buffers, analyse, is_computed_inside
-from autoshard_ilp.costs.precision import Precision, precision
+from autoshard_ilp.costs.memory import Buffers, is_computed_inside
+from autoshard_ilp.costs.precision import Precision
 from autoshard_ilp.costs.prices import Prices
 from autoshard_ilp.costs.reshard import CollectiveSeconds
 from autoshard_ilp.costs.resolution import resolution_seconds
-from autoshard_ilp.deferral import Deferral, deferrals
+from autoshard_ilp.deferral import Deferral
 from autoshard_ilp.graph import Graph, Op, is_batch
-from autoshard_ilp.rules.rule import OpView, Rule
+from autoshard_ilp.rules.rule import Rule
 from autoshard_ilp.sharding import Layout, local_bytes
 from autoshard_ilp.strategies import Strategy, hub_strategies, strategies_of
 
-BOUNDARY = ("argument", "result", "constant")
 Restriction = Callable[[Op, list[Strategy]], list[Strategy]]
 
 
@@ -109,152 +108,59 @@ class CostTable:
 
 
 def build_table(
-    graph: Graph,
-    rule_of: Callable[[OpView], Rule],
+    facts: Facts,
     axis_names: tuple[str, ...],
     axis_sizes: tuple[int, ...],
-    profile: Any,
     collectives: CollectiveSeconds,
     *,
     prices: Prices | None = None,
     restriction: Restriction | None = None,
-    restriction_key: Callable[[Op], Any] = lambda op: None,
-    fold_layers: bool = True,
     halved: bool = False,
 ) -> CostTable:
     """Prices a graph on a mesh.
 
     Args:
+        facts: of the graph.
         prices: of this mesh and profile, where some are known.
-        restriction: drops strategies that a pin forbids; ``restriction_key`` tells apart ops it treats differently.
-        fold_layers: tie repeated layers to one decision.
-        halved: to two, one for either half of them.
+        restriction: drops strategies that a pin forbids; the facts tell apart ops it treats differently.
+        halved: repeated layers share two decisions, one for either half of them, instead of one.
     """
-    buffers = analyse(graph, getattr(profile, "family", ""), getattr(profile, "fused_kernels", "more") == "more")
-    rounded = precision(graph, profile)
-    views = [graph.view(op) for op in graph.ops]
-    rules = _rules(views, rule_of)
-    deferred = deferrals(graph, rules)
-    class_of = _classes(graph, buffers, rounded, views, rules, deferred, restriction_key, fold_layers, halved)
+    class_of = facts.classes(halved)
     members: dict[int, list[int]] = {}
     for op_id, c in enumerate(class_of):
         members.setdefault(int(c), []).append(op_id)
     prices = Prices.of(axis_sizes, collectives) if prices is None else prices
-    combined = shares(graph, buffers, getattr(profile, "family", ""))
-    fixed = (
-        combined,
-        rounded,
-        deferred,
-        axis_sizes,
-        profile,
-        collectives,
-        restriction,
-        restriction_key,
-        prices.classes,
-    )
-    classes = tuple(_price(graph, members[c], rules, buffers, *fixed) for c in range(len(members)))
-    unknown = tuple(
-        sorted({f"{op.primitive} at {op.source or 'unknown source'}" for op in graph.ops if not rules[op.id].known})
-    )
-    flows = _flows(graph, class_of, classes)
+    fixed = (axis_sizes, collectives, restriction, prices.classes)
+    classes = tuple(_price(facts, members[c], *fixed) for c in range(len(members)))
     return CostTable(
-        graph,
+        facts.graph,
         axis_names,
         axis_sizes,
-        profile,
+        facts.profile,
         collectives,
-        buffers,
+        facts.buffers,
         classes,
         class_of,
-        flows,
+        _flows(facts.graph, class_of, classes),
         prices,
-        rounded,
-        combined,
-        unknown,
+        facts.precision,
+        facts.shares,
+        facts.unknown,
         halved,
     )
 
 
-def _rules(views: Sequence[OpView], rule_of: Callable[[OpView], Rule]) -> list[Rule]:
-    """The rule of each operation; operations that look the same share one object."""
-    known: dict[Any, Rule] = {}
-    rules = []
-    for view in views:
-        try:
-            types = (view.in_shapes, view.out_shapes, view.in_dtypes, view.out_dtypes)
-            key = (view.primitive, types, *view.params.items())
-            rule = known.get(key)
-        except TypeError:  # a parameter that cannot be hashed
-            rules.append(rule_of(view))
-            continue
-        if rule is None:
-            rule = known[key] = rule_of(view)
-        rules.append(rule)
-    return rules
-
-
-def _classes(
-    graph: Graph,
-    buffers: Buffers,
-    rounded: Precision,
-    views: Sequence[OpView],
-    rules: Sequence[Rule],
-    deferred: Sequence[Deferral],
-    restriction_key: Callable[[Op], Any],
-    fold_layers: bool,
-    halved: bool,
-) -> np.ndarray:
-    signatures: list[Any] = []
-    texts = {key: str(rule) for key, rule in {id(rule): rule for rule in rules}.items()}
-    for op, view, rule in zip(graph.ops, views, rules, strict=True):
-        if not fold_layers:
-            signatures.append(op.id)
-            continue
-        stored = tuple(bool(buffers.stored[t]) for t in op.outputs)
-        reads = tuple(i for i, t in enumerate(op.inputs) if t in buffers.reads[op.id])
-        signatures.append(
-            (
-                *(
-                    view.primitive,
-                    view.in_shapes,
-                    view.out_shapes,
-                    view.in_dtypes,
-                    view.out_dtypes,
-                    texts[id(rule)],
-                    op.phase,
-                ),
-                *(op.count, stored, reads, restriction_key(op), op.params.get("first") is None, is_batch(op)),
-                deferred[op.id],
-                *(rounded.rounds[op.id], tuple(float(rounded.held[t]) for t in op.outputs)),
-            )
-        )
-    windows = [ARGUMENT_WINDOW if op.primitive in BOUNDARY else WINDOW for op in graph.ops]
-    classes = fold(signatures, windows)
-    if halved:
-        classes = halves(classes, [op.phase == "backward" for op in graph.ops])
-    for result, argument in graph.aliases:
-        classes[result] = classes[argument]
-    names: dict[int, int] = {}
-    return np.array([names.setdefault(c, len(names)) for c in classes], np.int64)
-
-
 def _price(
-    graph: Graph,
+    facts: Facts,
     members: list[int],
-    rules: Sequence[Rule],
-    buffers: Buffers,
-    combined: Shares,
-    rounded: Precision,
-    deferred: Sequence[Deferral],
     axis_sizes: tuple[int, ...],
-    profile: Any,
     collectives: CollectiveSeconds,
     restriction: Restriction | None,
-    restriction_key: Callable[[Op], Any],
     cache: dict[Any, Any],
 ) -> OpClass:
+    graph, buffers, rounded, profile = facts.graph, facts.buffers, facts.precision, facts.profile
     op = graph.ops[members[0]]
-    rule = rules[op.id]
+    rule = facts.rules[op.id]
     ins = [graph.tensors[t] for t in op.inputs]
     outs = [graph.tensors[t] for t in op.outputs]
     held = {t.id: float(rounded.held[t.id]) for t in (*ins, *outs)}
@@ -273,13 +179,13 @@ def _price(
     kinds = tuple((n, f.size, f.kind, f.combine) for n, f in rule.factors.items())
     shapes = tuple((t.shape, t.itemsize) for t in (*ins, *outs))
     first = op.params.get("first") is None
-    deferral = deferred[op.id]
-    share = combined.of_reductions(graph, members)
+    deferral = facts.deferred[op.id]
+    share = facts.shares.of_reductions(graph, members)
     looks_up = getattr(profile, "family", "") == "tpu" and is_lookup(graph, op)
     row_bytes = float(rounded.moved(graph, op, 0)) if looks_up else 0.0
     lookup = (row_bytes, looks_up and several_tables(graph))
     priced_by = (traffic, rule.flops, deferral, share, lookup)
-    key = (op.primitive, str(rule), kinds, restriction_key(op), first, shapes, priced_by)
+    key = (op.primitive, str(rule), kinds, facts.restriction_key(op), first, shapes, priced_by)
     if key not in cache:
         strategies = _strategies(op, rule, [t.shape for t in ins], [t.shape for t in outs], axis_sizes, deferral)
         strategies = [s for s in strategies if not (lookup[1] and scattered(s))]

@@ -82,10 +82,10 @@ def narrower(a: Allowed, b: Allowed) -> bool:
 
 def reprice(step: Any, infos: Any, request: Any, progress: Any, halved: bool = False) -> Problem:
     """Prices a step from scratch (rules and trace are kept)."""
-    from autoshard_ilp.attempt import build, price
+    from autoshard_ilp.attempt import build, price, read
 
     with progress.stage("strategies"):
-        table, _ = price(step.graph, request, halved)
+        table, _ = price(*read(step.graph, request), request, halved)
     with progress.stage("costs"):
         built = build(step, infos, table, request)
     return Problem(step, infos, table, built, request, request, built.program)

@@ -1,0 +1,139 @@
+"""What the operations of a graph are, whatever the layouts: rules, buffers, precision, and which share a decision.
+
+Operations that look alike (of one *kind*: primitive, types, parameters) share what is asked of them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from autoshard_ilp.costs.combining import Shares, shares
+from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold, halves
+from autoshard_ilp.costs.memory import Buffers, analyse
+from autoshard_ilp.costs.precision import Precision, precision
+from autoshard_ilp.deferral import Deferral, deferrals
+from autoshard_ilp.graph import Graph, Op, is_batch
+from autoshard_ilp.rules.rule import OpView, Rule
+
+BOUNDARY = ("argument", "result", "constant")
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """See the module docstring; one entry per op where there are several.
+
+    Attributes:
+        restriction_key: tells apart ops that pins treat differently.
+        fold_layers: tie repeated layers to one decision.
+    """
+
+    graph: Graph
+    profile: Any
+    buffers: Buffers
+    precision: Precision
+    kinds: tuple[int, ...]
+    rules: tuple[Rule, ...]
+    deferred: Sequence[Deferral]
+    shares: Shares
+    restriction_key: Callable[[Op], Any]
+    fold_layers: bool
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        rule_of: Callable[[OpView], Rule],
+        profile: Any,
+        restriction_key: Callable[[Op], Any] = lambda op: None,
+        fold_layers: bool = True,
+    ) -> Facts:
+        """Everything about a graph under a profile."""
+        family = getattr(profile, "family", "")
+        buffers = analyse(graph, family, getattr(profile, "fused_kernels", "more") == "more")
+        kinds, rules = _rules(graph, rule_of)
+        return Facts(
+            graph,
+            profile,
+            buffers,
+            precision(graph, profile),
+            tuple(kinds),
+            tuple(rules),
+            deferrals(graph, rules, kinds),
+            shares(graph, buffers, family),
+            restriction_key,
+            fold_layers,
+        )
+
+    @cached_property
+    def unknown(self) -> tuple[str, ...]:
+        """Primitives without a rule, with their source lines."""
+        ops = (op for op in self.graph.ops if not self.rules[op.id].known)
+        return tuple(sorted({f"{op.primitive} at {op.source or 'unknown source'}" for op in ops}))
+
+    def classes(self, halved: bool) -> np.ndarray:
+        """Class of each op, results of donated arguments sharing the argument's class; ``halved`` as in
+        :func:`~autoshard_ilp.costs.fold.halves`."""
+        classes = self._tied
+        if halved:
+            classes = halves(classes, [op.phase == "backward" for op in self.graph.ops])
+        classes = list(classes)
+        for result, argument in self.graph.aliases:
+            classes[result] = classes[argument]
+        names: dict[int, int] = {}
+        return np.array([names.setdefault(c, len(names)) for c in classes], np.int64)
+
+    @cached_property
+    def _tied(self) -> list[int]:
+        """Class of each op by :func:`~autoshard_ilp.costs.fold.fold`."""
+        graph, buffers = self.graph, self.buffers
+        stored, held = buffers.stored.tolist(), self.precision.held.tolist()
+        alike: dict[int, int] = {}  # kind -> the first one of its primitive, types and rule
+        first: dict[Any, int] = {}
+        signatures: list[Any] = []
+        for op, kind, rule in zip(graph.ops, self.kinds, self.rules, strict=True):
+            if not self.fold_layers:
+                signatures.append(op.id)
+                continue
+            if kind not in alike:
+                outs = [graph.tensors[t] for t in op.outputs]
+                ins = [graph.tensors[t] for t in op.inputs]
+                types = (*((t.shape, t.dtype) for t in ins), None, *((t.shape, t.dtype) for t in outs))
+                alike[kind] = first.setdefault((op.primitive, types, str(rule)), kind)
+            reads = buffers.reads[op.id]
+            signatures.append(
+                (
+                    alike[kind],
+                    *(op.phase, op.count),
+                    tuple([stored[t] for t in op.outputs]),
+                    tuple([i for i, t in enumerate(op.inputs) if t in reads]),
+                    *(self.restriction_key(op), op.params.get("first") is None, is_batch(op)),
+                    self.deferred[op.id],
+                    self.precision.rounds[op.id],
+                    tuple([held[t] for t in op.outputs]),
+                )
+            )
+        return fold(signatures, [ARGUMENT_WINDOW if op.primitive in BOUNDARY else WINDOW for op in graph.ops])
+
+
+def _rules(graph: Graph, rule_of: Callable[[OpView], Rule]) -> tuple[list[int], list[Rule]]:
+    """Kind and rule of each operation; those of one kind share one rule."""
+    numbers: dict[Any, int] = {}
+    known: list[Rule] = []
+    kinds: list[int] = []
+    types = [(t.shape, t.dtype) for t in graph.tensors]
+    for op in graph.ops:
+        ins, outs = [types[t] for t in op.inputs], [types[t] for t in op.outputs]
+        params = () if op.primitive == "hub" else op.params.items()  # a hub's say which tensor's it is
+        key: Any = (op.primitive, *ins, None, *outs, None, *params)
+        try:
+            kind = numbers.setdefault(key, len(known))
+        except TypeError:  # a parameter that cannot be hashed
+            kind = len(known)
+        if kind == len(known):
+            known.append(rule_of(graph.view(op)))
+        kinds.append(kind)
+    return kinds, [known[kind] for kind in kinds]
