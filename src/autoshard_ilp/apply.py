@@ -32,6 +32,7 @@ from autoshard_ilp.cuts import computed_as_read, cut_for, is_cut
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
 from autoshard_ilp.inplace import waiting_updates
+from autoshard_ilp.masks import met_by_random_bits
 from autoshard_ilp.order import SCATTERED_ONLY, order_of
 from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
@@ -147,6 +148,7 @@ class _Plan:
         self.broadcasts = unequal_broadcasts(graph, platform, self.layout)
         self.as_read = computed_as_read(graph, platform)
         self.pieces = ties.pieces_of_activations(graph, platform)
+        self.apart = met_by_random_bits(graph) if platform == "tpu" else frozenset()
         self.schedule = [self.order.of(items) for items in graph.schedule()]
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
         self._latest: dict[int, int] | None = None
@@ -425,6 +427,8 @@ class _Run:
     def write(self, frame: _Frame, op: Op, j: int, value: Any) -> None:
         layout = self.plan.decisions.results.get((op.id, j))
         value = self.plan.constrain(value, op.outputs[j], layout)
+        if op.outputs[j] in self.plan.apart:
+            value = jax.lax.optimization_barrier(value)
         frame.values[op.outputs[j]] = self.plan.stored_order(value, op.outputs[j])
 
     # -- operations

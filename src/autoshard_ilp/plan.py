@@ -202,16 +202,11 @@ class Plan:
         """
         import jax
 
-        from autoshard_ilp._jax_compat import platform_of
-        from autoshard_ilp.compiler_options import compiler_options
-
         on = self._mesh(mesh)
         ins, outs = self._shardings(on)
         step = self._step()
         run = self._function(on, marked)
-        asked = compiler_options(step.graph, platform_of(on)) or None
-        laid_out = {"in_shardings": ins, "out_shardings": outs, "donate_argnums": step.donated}
-        jitted = jax.jit(run, **laid_out, compiler_options=asked)
+        jitted = jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=step.donated)
 
         def check(args: Sequence[Any]) -> None:
             check_structure(args, step.args)
