@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,52 @@ def driver_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     return parser
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A benchmark of whole cases under the solver's time limit, each case in a process of its own.
+
+    Attributes:
+        name: of the driver and of its result file.
+        description: the driver's docstring.
+        cases: names of all of them; ``smoke``: of the tiny one.
+        measure: (case, seconds for the solver) -> rows.
+        report: (all rows, seconds for the solver) -> the result file.
+        columns: of the table that it shows.
+        succeeded: whether a row is that of a case which went well.
+    """
+
+    name: str
+    description: str | None
+    cases: Sequence[str]
+    smoke: Sequence[str]
+    measure: Callable[[str, float], list[Row]]
+    report: Callable[[list[Row], float], str]
+    columns: Mapping[str, str]
+    succeeded: Callable[[Row], bool]
+
+    def main(self) -> int:
+        """The driver: every case, rows printed as they come, the result file written again after each."""
+        parser = driver_parser(self.description)
+        parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver")
+        parser.add_argument("--output", type=Path, help="file to write; partial runs are only printed without it")
+        options = parser.parse_args()
+        limit = options.time_limit
+        if options.case:
+            answer(options.answer, self.measure(options.case, limit))
+            return 0
+        output = options.output or (None if options.smoke or options.only else result_file(self.name))
+        driver, rows = str(Path(__file__).with_name(f"{self.name}.py")), []
+        for case in self.smoke if options.smoke else matching(self.cases, options.only):
+            fresh = in_own_process(driver, case, ["--time-limit", str(limit)])
+            rows += fresh
+            print(*table(fresh, self.columns).splitlines()[2:], sep="\n", flush=True)
+            if output:
+                output.write_text(self.report(rows, limit))
+        if not output:
+            print(self.report(rows, limit))
+        return 0 if rows and all(map(self.succeeded, rows)) else 1
 
 
 def matching(names: Iterable[str], only: str) -> list[str]:

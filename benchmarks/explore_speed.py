@@ -10,21 +10,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from cases import CASES, SMOKE, Case
-from common import (
-    answer,
-    driver_parser,
-    import_everything,
-    in_own_process,
-    machine,
-    matching,
-    peak_process_bytes,
-    result_file,
-    table,
-)
+from common import Row, Timed, import_everything, machine, peak_process_bytes, table
 
 EXPLORED = ("gpt2_small", "llama3_8b 4x4")
 COLUMNS = {
@@ -90,7 +79,7 @@ def described(found: Any) -> str:
     return type(found).__name__
 
 
-def measure(name: str, time_limit: float) -> list[dict[str, Any]]:
+def measure(name: str, time_limit: float) -> list[Row]:
     """Plans one case and asks every question about it, one after the other."""
     import_everything()
     import autoshard_ilp as autoshard
@@ -99,7 +88,7 @@ def measure(name: str, time_limit: float) -> list[dict[str, Any]]:
     load_kernels()
     case = CASES[name]
     factory = case.factory()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
 
     def timed(question: str, ask: Callable[[], Any]) -> Any:
         wall, processor = time.perf_counter(), time.process_time()
@@ -122,7 +111,7 @@ def measure(name: str, time_limit: float) -> list[dict[str, Any]]:
     return rows
 
 
-def report(rows: list[dict[str, Any]], time_limit: float) -> str:
+def report(rows: list[Row], time_limit: float) -> str:
     """The result file."""
     return (
         f"# Questions about a plan\n\n{machine()}\n\nSeconds of wall clock and of processor time (all threads) in one "
@@ -131,23 +120,6 @@ def report(rows: list[dict[str, Any]], time_limit: float) -> str:
     )
 
 
-def main() -> int:
-    parser = driver_parser(__doc__)
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver")
-    parser.add_argument("--output", type=Path, help="file to write; partial runs are only printed without it")
-    options = parser.parse_args()
-    if options.case:
-        answer(options.answer, measure(options.case, options.time_limit))
-        return 0
-    output = options.output or (None if options.smoke or options.only else result_file("explore_speed"))
-    rows: list[dict[str, Any]] = []
-    for name in list(SMOKE) if options.smoke else matching(EXPLORED, options.only):
-        rows += in_own_process(__file__, name, ["--time-limit", str(options.time_limit)])
-        print(report(rows, options.time_limit), flush=True)
-        if output:
-            output.write_text(report(rows, options.time_limit))
-    return 0 if rows and all("wall s" in row for row in rows) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    benchmark = Timed("explore_speed", __doc__, EXPLORED, SMOKE, measure, report, COLUMNS, lambda row: "wall s" in row)
+    sys.exit(benchmark.main())

@@ -7,47 +7,33 @@ python benchmarks/growth.py --smoke    # one tiny case, printed only; see --help
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Any
 
+import plan_speed
 from cases import GROWTH, SMOKE
-from common import driver_parser, in_own_process, machine, matching, result_file, table
-from plan_speed import COLUMNS
+from common import Row, Timed, machine, table
 
-DRIVER = str(Path(__file__).with_name("plan_speed.py"))
-GROWTH_COLUMNS = {"grows": "", "size": "", **{k: v for k, v in COLUMNS.items() if k != "case"}}
+GROWTH_COLUMNS = {"grows": "", "size": "", **{k: v for k, v in plan_speed.COLUMNS.items() if k != "case"}}
 
 
-def report(rows: list[dict[str, Any]], time_limit: float) -> str:
+def named(row: Row) -> Row:
+    """A row of planning speed with what grows and how large it is."""
+    grows, _, size = row.get("case", "").partition(" / ")
+    return {"grows": grows, "size": size, **row}
+
+
+def report(rows: list[Row], time_limit: float) -> str:
     """The result file."""
     return (
         f"# Growth of planning\n\n{machine()}\n\nTraining steps of GPT-2 small on TPU v5e, global batch 256 x 256: 2 "
         "to 32 layers on 8 devices, and 4 layers on meshes of two equal axes, and on 16 devices in one to three axes. "
         "Seconds of wall clock in a fresh process after the imports; the solver's time limit is "
         f"{time_limit:g} s.\n\n"
-        f"{table(rows, GROWTH_COLUMNS)}\n"
+        f"{table(map(named, rows), GROWTH_COLUMNS)}\n"
     )
 
 
-def main() -> int:
-    parser = driver_parser(__doc__)
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver")
-    parser.add_argument("--output", type=Path, help="file to write; partial runs are only printed without it")
-    options = parser.parse_args()
-    output = options.output or (None if options.smoke or options.only else result_file("growth"))
-    names = list(SMOKE) if options.smoke else matching(GROWTH, options.only)
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        grows, _, size = name.partition(" / ")
-        for row in in_own_process(DRIVER, name, ["--time-limit", str(options.time_limit)]):
-            rows.append({**row, "grows": grows, "size": size})
-        print(table(rows[-1:], GROWTH_COLUMNS).splitlines()[-1], flush=True)
-        if output:
-            output.write_text(report(rows, options.time_limit))
-    if not output:
-        print(report(rows, options.time_limit))
-    return 0 if all(row.get("status") in ("optimal", "feasible") for row in rows) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    grown = Timed(
+        "growth", __doc__, list(GROWTH), SMOKE, plan_speed.measure, report, plan_speed.COLUMNS, plan_speed.planned
+    )
+    sys.exit(grown.main())

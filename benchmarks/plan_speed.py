@@ -9,21 +9,9 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 from cases import CASES, SMOKE, SPEED
-from common import (
-    answer,
-    driver_parser,
-    import_everything,
-    in_own_process,
-    machine,
-    matching,
-    peak_process_bytes,
-    result_file,
-    table,
-)
+from common import Row, Timed, import_everything, machine, peak_process_bytes, table
 
 STAGES = ("trace", "graph", "strategies", "costs", "presolve", "solve")
 COLUMNS = {
@@ -42,7 +30,7 @@ COLUMNS = {
 }
 
 
-def measure(name: str, time_limit: float) -> dict[str, Any]:
+def measure(name: str, time_limit: float) -> list[Row]:
     """Plans one case and reads off the seconds of each stage."""
     import_everything()
     import autoshard_ilp as autoshard
@@ -61,10 +49,11 @@ def measure(name: str, time_limit: float) -> dict[str, Any]:
             **case.options(),
         )
     except autoshard.AutoshardError as error:
-        return {**row, "status": f"{type(error).__name__}: {str(error)[:160]}", "total s": time.perf_counter() - began}
+        return [
+            {**row, "status": f"{type(error).__name__}: {str(error)[:160]}", "total s": time.perf_counter() - began}
+        ]
     assert plan.trail is not None
-    return {
-        **row,
+    measured: Row = {
         **{f"{stage} s": plan.timings.get(stage, 0.0) for stage in STAGES},
         "total s": time.perf_counter() - began,
         "operations": len(plan.trail.graph.ops),
@@ -75,9 +64,15 @@ def measure(name: str, time_limit: float) -> dict[str, Any]:
         "planned GB": plan.memory.peak_bytes / 1e9,
         "process GB": peak_process_bytes() / 1e9,
     }
+    return [{**row, **measured}]
 
 
-def report(rows: list[dict[str, Any]], time_limit: float) -> str:
+def planned(row: Row) -> bool:
+    """Whether a case ended with a plan."""
+    return row.get("status") in ("optimal", "feasible")
+
+
+def report(rows: list[Row], time_limit: float) -> str:
     """The result file."""
     return (
         f"# Planning speed\n\n{machine()}\n\nWhole training steps, mixed precision, AdamW. Seconds of wall clock in a "
@@ -87,26 +82,5 @@ def report(rows: list[dict[str, Any]], time_limit: float) -> str:
     )
 
 
-def main() -> int:
-    parser = driver_parser(__doc__)
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for the solver")
-    parser.add_argument("--output", type=Path, help="file to write; partial runs are only printed without it")
-    options = parser.parse_args()
-    if options.case:
-        answer(options.answer, [measure(options.case, options.time_limit)])
-        return 0
-    output = options.output or (None if options.smoke or options.only else result_file("plan_speed"))
-    rows: list[dict[str, Any]] = []
-    names = list(SMOKE) if options.smoke else matching(SPEED, options.only)
-    for name in names:
-        rows += in_own_process(__file__, name, ["--time-limit", str(options.time_limit)])
-        print(table(rows[-1:], COLUMNS).splitlines()[-1], flush=True)
-        if output:
-            output.write_text(report(rows, options.time_limit))
-    if not output:
-        print(report(rows, options.time_limit))
-    return 0 if all(row.get("status") in ("optimal", "feasible") for row in rows) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Timed("plan_speed", __doc__, SPEED, SMOKE, measure, report, COLUMNS, planned).main())

@@ -44,6 +44,12 @@ def test_smoke(driver, tmp_path):
         assert all(float(row["x optimum"]) >= 1 for row in rows if row["x optimum"])
 
 
+def test_growth_smoke(tmp_path):
+    printed = smoke("growth.py", tmp_path)
+    (row,) = table_rows(printed[printed.index("# Growth") :])
+    assert (row["grows"], row["status"]) == ("mlp", "optimal")
+
+
 def test_explore_speed_smoke(tmp_path):
     printed = smoke("explore_speed.py", tmp_path)
     rows = table_rows(printed[printed.index("# Questions") :])

@@ -146,17 +146,27 @@ def test_two_policies_share_one_frontier():
     assert [p.cost for p, _ in steps] == pytest.approx([cost for _, cost in expected])
 
 
-def test_few_points_are_spread():
-    # Each node pays its own power of two in bytes or in seconds, so every sum is a breakpoint.
-    powers = [2**i for i in range(6)]
+def every_sum(powers):
+    """A program of nodes that pay their own power of two in bytes or in seconds, so that every sum is a breakpoint."""
     nodes = tuple(Node(f"n{i}", np.array([0.0, float(n)]), np.array([n, 0])) for i, n in enumerate(powers))
-    owner = np.arange(6)
-    lifetimes = Lifetimes(np.zeros(6, bool), owner, np.zeros(6, np.int64), np.ones(6, np.int64))
-    program = Program(nodes, (), lifetimes)
+    count = len(powers)
+    start, end = np.zeros(count, np.int64), np.ones(count, np.int64)
+    return Program(nodes, (), Lifetimes(np.zeros(count, bool), np.arange(count), start, end))
+
+
+def test_breakpoints_in_clusters_need_few_probes():
+    """The wide gaps between clusters are not halved down to their last byte."""
+    search = search_over([every_sum([1, 2, 2**20, 2**21, 2**22])], most=100)
+    assert len(_steps(search.probes)) == 32 and not search.stopped
+    assert len(search.probes) <= 80
+
+
+def test_few_points_are_spread():
+    program = every_sum([2**i for i in range(6)])
     every = search_over([program])
     assert [(p.peak, p.cost) for p, _ in _steps(every.probes)] == [(n, 63.0 - n) for n in range(64)]
     few = search_over([program], most=9)
-    assert len(few.probes) == 9 and few.stopped == "max_points=9 reached"
+    assert len(few.probes) == 9 and few.stopped.startswith("max_points=9 reached")
     peaks = sorted(p.peak for p in few.probes)
     assert max(b - a for a, b in itertools.pairwise(peaks)) <= 16
     assert all(p.cost == 63.0 - p.peak for p in few.probes)

@@ -238,6 +238,11 @@ def test_a_trace_is_the_step(plan, tmp_path, fresh):
     assert work["compute"] == pytest.approx(plan.cost.compute_s * 1e6, rel=1e-6)
     for axes, seconds in plan.cost.per_axis.items():
         assert work[f"over {axes}"] == pytest.approx(seconds * 1e6, rel=1e-6)
+    assert [e.get("ts", -1.0) for e in events] == sorted(e.get("ts", -1.0) for e in events)
+    for e in events:
+        fields = {"M": set(), "X": {"ts", "dur", "tid"}, "C": {"ts"}}[e["ph"]]
+        assert fields <= e.keys() and isinstance(e["pid"], int) and e["name"] and isinstance(e.get("args", {}), dict)
+        assert e.get("ts", 0) >= 0 and e.get("dur", 0) >= 0
     for spans in lanes.values():
         for (start, length), (after, _) in itertools.pairwise(sorted(spans)):
             assert start + length <= after + 1e-6

@@ -4,7 +4,8 @@ Let f(B) be the least step time within budget B. f falls in steps. One solve at 
 p <= B with f(b) = c for all b in [p, B], since no plan within B is cheaper and this one fits p. What is left open is
 the gap between one such plateau and the next. A gap closes when it is empty, or when the costs at its ends are equal
 (f is monotone). Its next probe is its upper end, "the peak of the looser plan minus one byte", which finds the next
-breakpoint for certain; where that gets on too slowly for the points allowed, its middle.
+breakpoint for certain; where that gets on too slowly for the points allowed, its middle, for as long as something new
+is found there.
 """
 
 from __future__ import annotations
@@ -206,12 +207,12 @@ class Frontier:
                 self.stopped = self.stopped or "some budgets have no plan in the time allowed"
                 continue
             slow = (gap.high.peak - found.peak) * max(1, self.most - len(self.probes)) < gap.width
-            halve = gap.halve or slow
+            halve = slow or (gap.halve and found.cost < gap.low.cost * (1 - SAME))
             gaps += [Gap(gap.low, found, halve), Gap(found, gap.high, halve)]
 
     def _stop(self) -> bool:
         if not self.stopped and len(self.probes) >= self.most:
-            self.stopped = f"max_points={self.most} reached"
+            self.stopped = f"max_points={self.most} reached (more of them find more)"
         if not self.stopped and not self.left():
             self.stopped = "time limit reached"
         return bool(self.stopped)

@@ -39,7 +39,7 @@ def write(plan: Any, path: str | os.PathLike[str]) -> None:
     from autoshard_ilp.records import headline
 
     document = {
-        "traceEvents": list(trace_events(plan)),
+        "traceEvents": sorted(trace_events(plan), key=lambda e: (e.get("ts", -1.0), -e.get("dur", 0.0))),
         "displayTimeUnit": "ms",
         "otherData": {"plan": headline(plan), "what": "predicted by autoshard_ilp, not measured"},
     }
