@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
+
+from browser import BROWSER, over_the_edge
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^(?:```python|<!-- setup)\n(.*?)^(?:```|-->)$", re.M | re.S)
@@ -76,6 +80,32 @@ def test_the_site_fetches_nothing(site):
         fetched = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="(https?:[^"]*)"', text)
         fetched += re.findall(r'<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="(https?:[^"]*)"', text)
         assert not fetched, (page.name, fetched)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [1400, 360])
+def test_no_page_of_the_site_is_wider_than_its_window(site, width, tmp_path):
+    pages = sorted(site.rglob("*.html"))
+    found = zip(pages, over_the_edge(pages, [width], tmp_path), strict=True)
+    wide = {str(page.relative_to(site)): more for page, (more, _) in found if more > 0}
+    assert not wide
+
+
+def test_links_of_the_site_lead_somewhere(site):
+    """Also those that mkdocs does not check: of pages that are made, and of HTML inside Markdown."""
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html") if page.name != "404.html"}
+    ids = {page: set(re.findall(r'\sid="([^"]+)"', text)) for page, text in pages.items()}
+    broken = []
+    for page, text in pages.items():
+        for link in re.findall(r'\s(?:href|src)="([^"]+)"', text):
+            path, _, anchor = unquote(html.unescape(link)).partition("#")
+            if re.match(r"[a-z]+:", path):
+                continue
+            target = (page.parent / path.partition("?")[0]).resolve() if path else page
+            target = target / "index.html" if target.is_dir() else target
+            if not target.exists() or (anchor and target in ids and anchor not in ids[target]):
+                broken.append((str(page.relative_to(site)), link))
+    assert len(pages) > 30 and not broken
 
 
 def test_the_reference_has_every_public_name(site):

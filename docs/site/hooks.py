@@ -14,6 +14,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
+SCROLLS = "overflow-x:auto"
+"""What is wider than the page moves inside its own box."""
 REPOSITORY_FILES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 
 
@@ -115,7 +117,7 @@ def _output(output: dict[str, Any]) -> str:
         png = "".join(data["image/png"]).replace("\n", "")
         return f'<img src="data:image/png;base64,{png}" alt="figure">'
     if "text/html" in data:
-        return "<div>" + re.sub(r"\n\s*\n", "\n", "".join(data["text/html"])) + "</div>"
+        return f'<div style="{SCROLLS}">' + re.sub(r"\n\s*\n", "\n", "".join(data["text/html"])) + "</div>"
     return _text("".join(data.get("text/plain", "")))
 
 
@@ -123,4 +125,4 @@ def _text(text: str) -> str:
     if not text.strip():
         return ""
     shown = html.escape(text.strip("\n")).replace("\n\n", "\n&#8203;\n")  # an empty line would end the block
-    return f'<pre class="output">{shown}</pre>'
+    return f'<pre class="output" style="{SCROLLS}">{shown}</pre>'

@@ -21,7 +21,7 @@ def dataframe(records: Iterable[Mapping[str, Any]], columns: Sequence[str] | Non
 
 def html_block(text: str) -> str:
     """Plain text for a notebook, in the page's own colours."""
-    return f'<pre style="line-height:1.25">{escape(text)}</pre>'
+    return f'<pre style="line-height:1.25;overflow-x:auto">{escape(text)}</pre>'
 
 
 def seconds(value: float | None) -> str:
