@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from autoshard_ilp.checkpoint.restoring import restore_checkpoint as restore_checkpoint
     from autoshard_ilp.checkpoint.saving import save_checkpoint as save_checkpoint
     from autoshard_ilp.costs.profile import HardwareProfile as HardwareProfile
-    from autoshard_ilp.costs.profile import load_profile as profile  # noqa: F401
+    from autoshard_ilp.costs.profile import load_profile
     from autoshard_ilp.costs.profile import profiles as profiles
     from autoshard_ilp.explore.meshes import search_mesh as search_mesh
     from autoshard_ilp.explore.pareto import pareto as pareto
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from autoshard_ilp.functions import optimize_fn as optimize_fn
     from autoshard_ilp.plan import Plan as Plan
     from autoshard_ilp.program.model import SolverOptions as SolverOptions
+
+    profile = load_profile
 
 __version__ = "0.1.0"
 
@@ -73,13 +75,15 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        module, attribute = _LAZY[name]
-        value = getattr(importlib.import_module(module), attribute)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # else every misspelled name would be an attribute of this module
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            module, attribute = _LAZY[name]
+            value = getattr(importlib.import_module(module), attribute)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoshard_ilp.calling import PlannedJit, check_layouts, check_structure, checked_leaves
 from autoshard_ilp.course import Course
@@ -16,6 +16,12 @@ from autoshard_ilp.placement import Placement, decisions
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
 from autoshard_ilp.sharding import Layout, to_partition_spec
 from autoshard_ilp.step import Step
+
+if TYPE_CHECKING:  # what later stages answer with
+    from autoshard_ilp.explore.compare import Comparison
+    from autoshard_ilp.explore.explain import Explanation
+    from autoshard_ilp.plots import Plots
+    from autoshard_ilp.verify.report import Verification
 
 
 @dataclass(frozen=True)
@@ -322,11 +328,11 @@ class Plan:
 
     # -- checking and keeping ----------------------------------------------------------------------------------------
 
-    def verify(self, target: str | None = None, **options: Any) -> Any:
+    def verify(self, target: Any = None, *, mesh: Any = None, seconds: Any = None) -> Verification:
         """Compiles the plan and compares what XLA made of it; see :func:`autoshard_ilp.verify.verify`."""
         from autoshard_ilp.verify import verify
 
-        return verify(self, target, **options)
+        return verify(self, target, mesh=mesh, seconds=seconds)
 
     def save(self, path: Any) -> None:
         """Writes the plan as versioned JSON; an existing file is replaced whole or not at all."""
@@ -348,26 +354,38 @@ class Plan:
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
-    def what_if(self, **changes: Any) -> Plan:
+    def what_if(
+        self,
+        *,
+        pins: Mapping[str, Any] | None = None,
+        memory_budget: str | int | None = None,
+        objective: str | None = None,
+        mesh: Any = None,
+        hardware: Any = None,
+        remat: str | None = None,
+        solver: Any = None,
+        progress: Any = None,
+    ) -> Plan:
         """The plan under other pins, memory budget, objective, mesh or hardware, without tracing again; see
         :func:`autoshard_ilp.explore.whatif.what_if`."""
         from autoshard_ilp.explore.whatif import what_if
 
-        return what_if(self, **changes)
+        changes = {"pins": pins, "memory_budget": memory_budget, "objective": objective, "mesh": mesh}
+        return what_if(self, **changes, hardware=hardware, remat=remat, solver=solver, progress=progress)
 
-    def explain(self, path: str, **options: Any) -> Any:
+    def explain(self, path: str, *, time_limit: float = 60.0, progress: Any = None) -> Explanation:
         """Why a tensor lies as it does: every other layout with the cost of the best plan that uses it; see
         :func:`autoshard_ilp.explore.explain.explain`."""
         from autoshard_ilp.explore.explain import explain
 
-        return explain(self, path, **options)
+        return explain(self, path, time_limit=time_limit, progress=progress)
 
-    def compare(self, other: Plan, **options: Any) -> Any:
+    def compare(self, other: Plan, *, price: bool = False, time_limit: float = 60.0) -> Comparison:
         """Which tensors lie differently in another plan, and what each difference costs; see
         :func:`autoshard_ilp.explore.compare.compare`."""
         from autoshard_ilp.explore.compare import compare
 
-        return compare(self, other, **options)
+        return compare(self, other, price=price, time_limit=time_limit)
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -398,7 +416,7 @@ class Plan:
         return dataframe(self)
 
     @cached_property
-    def plot(self) -> Any:
+    def plot(self) -> Plots:
         """Figures: ``.memory()``, ``.communication()``, ``.timeline()``, ``.mesh(path)``, ``.graph(layer)``; see
         :class:`autoshard_ilp.plots.Plots`."""
         from autoshard_ilp.plots import Plots

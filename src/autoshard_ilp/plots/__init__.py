@@ -7,9 +7,12 @@ script, or fetch it.) Their ground is transparent and their ink a middle grey, l
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoshard_ilp.errors import InputShapeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Plots:
@@ -28,7 +31,7 @@ class Plots:
     def __repr__(self) -> str:
         return "plan.plot: .memory() .communication() .timeline() .mesh(path) .graph(layer)"
 
-    def memory(self) -> Any:
+    def memory(self) -> Figure:
         """Bytes per device over the predicted step by part, against the budget, and what fills the peak.
 
         Raises:
@@ -38,7 +41,7 @@ class Plots:
 
         return memory(self._with_course())
 
-    def timeline(self) -> Any:
+    def timeline(self) -> Figure:
         """What one device does when: layers, compute, and communication by mesh axis, in predicted seconds.
 
         Communication that the profile declares to overlap is drawn pale, beside the compute nearest to it.
@@ -52,13 +55,13 @@ class Plots:
 
         return timeline(self._with_course())
 
-    def communication(self) -> Any:
+    def communication(self) -> Figure:
         """Seconds of communication by kind, mesh axis and layer, and the dearest collectives."""
         from autoshard_ilp.plots.communication import communication
 
         return communication(self._plan)
 
-    def mesh(self, path: str) -> Any:
+    def mesh(self, path: str) -> Figure:
         """Which part of a tensor lies on which device.
 
         Args:
@@ -71,7 +74,7 @@ class Plots:
 
         return mesh(self._plan, path)
 
-    def graph(self, layer: str | None = None, *, phase: str = "forward") -> Any:
+    def graph(self, layer: str | None = None, *, phase: str = "forward") -> Figure:
         """The operations of a layer with their layouts, and the collectives between them.
 
         Operations that only move or fuse (reshapes, elementwise chains) are left out where nothing is communicated.
