@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.machinery import ExtensionFileLoader
 
 import keras
 import pytest
@@ -153,6 +154,19 @@ def test_an_interrupt_while_the_command_line_loads_is_quiet(tmp_path):
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_an_interrupt_while_arguments_are_parsed_is_quiet():
+    code = (
+        "import signal, sys\nfrom typer.core import TyperGroup\nfrom autoshard_ilp.__main__ import main\n"
+        "def parse(*_, **__):\n    try:\n        signal.raise_signal(signal.SIGINT)\n"
+        "    except KeyboardInterrupt as error:\n        raise RuntimeError from error\n"
+        "TyperGroup.parse_args = parse\nsys.argv = ['autoshard', 'profiles']\nmain()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
 def test_a_closed_standard_error_is_no_fault(tmp_path):
     (tmp_path / "broken.json").write_text("{")
@@ -186,6 +200,24 @@ def test_an_interrupt_that_python_drops_comes_again(monkeypatch):
 
     monkeypatch.setattr(api, "optimize", interrupted)
     assert fails(130, *PLAN) == "interrupted"
+
+
+def test_an_interrupt_waits_until_an_extension_is_loaded(monkeypatch):
+    loaded = []
+
+    class Extension(ExtensionFileLoader):
+        def exec_module(self, module):
+            signal.raise_signal(signal.SIGINT)
+            loaded.append("whole")
+
+    def interrupted(*_, **__):
+        Extension("extension", "extension.so").exec_module(None)
+        time.sleep(20)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(api, "optimize", interrupted)
+    assert fails(130, *PLAN) == "interrupted"
+    assert loaded == ["whole"]
 
 
 def test_a_fault_of_the_program_is_one_line(monkeypatch):

@@ -4,14 +4,15 @@ import signal
 
 
 def main() -> None:
-    """Loads the command line and runs it. Until then nothing can be lost, and an interrupt just ends the process."""
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
+    """Runs the command line. Until a command begins nothing can be lost, and an interrupt just ends the process.
+
+    While libraries load and arguments are parsed, Python's own handler would not do: some of them turn its exception
+    into one of their own, or do not survive it. A command takes over with :func:`autoshard_ilp.console.reported`.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from autoshard_ilp.cli import main as run
 
-    if ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
 
 

@@ -14,7 +14,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import typer
@@ -33,13 +35,35 @@ R = TypeVar("R")
 
 
 class _Interrupts:
-    """Handler of SIGINT that remembers: a library interrupted while it loads raises an error of its own instead."""
+    """Handler of SIGINT that remembers: a library interrupted while it loads raises an error of its own instead.
+
+    A compiled extension does not even survive an exception in the middle of its loading, so there it comes later.
+    """
 
     seen = False
 
-    def __call__(self, number: int, frame: Any) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         self.seen = True
+        if loads_extension(frame):
+            _interrupt_again()
+            return
         raise KeyboardInterrupt
+
+
+def loads_extension(frame: FrameType | None) -> bool:
+    """Whether a compiled extension is being loaded in this frame or below."""
+    while frame is not None:
+        loader = frame.f_locals.get("self") if frame.f_code.co_name in ("create_module", "exec_module") else None
+        if isinstance(loader, ExtensionFileLoader):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _interrupt_again() -> None:
+    timer = threading.Timer(AGAIN_SECONDS, signal.raise_signal, [signal.SIGINT])
+    timer.daemon = True
+    timer.start()
 
 
 def was_interrupted() -> bool:
@@ -50,7 +74,8 @@ def was_interrupted() -> bool:
 
 @contextlib.contextmanager
 def _remembering_interrupts() -> Iterator[None]:
-    replaces = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = signal.getsignal(signal.SIGINT)
+    replaces = before in (signal.default_int_handler, signal.SIG_DFL)
     if not replaces or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -60,7 +85,7 @@ def _remembering_interrupts() -> Iterator[None]:
     def once_more(event: Any) -> None:
         """Where Python drops an interrupt (in a callback of its collector, in a destructor), it comes again."""
         if issubclass(event.exc_type, KeyboardInterrupt):
-            threading.Timer(AGAIN_SECONDS, signal.raise_signal, [signal.SIGINT]).start()
+            _interrupt_again()
         else:
             ignored(event)
 
@@ -79,7 +104,7 @@ def _remembering_interrupts() -> Iterator[None]:
         raise
     finally:
         sys.unraisablehook, sys.excepthook = ignored, uncaught
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def reported(command: Callable[P, R]) -> Callable[P, R]:
