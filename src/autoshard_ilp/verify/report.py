@@ -202,16 +202,18 @@ class Verification:
             width: in columns.
             only_ascii: draw lines with ASCII characters, for locales that have no others.
         """
+        from rich import box
         from rich.table import Table
 
         from autoshard_ilp.render import rendered
 
-        table = Table(title=f"Compiled for {self.target} in {self.compile_seconds:.1f} s")
+        table = Table(title=f"Compiled for {self.target} in {self.compile_seconds:.1f} s", box=box.SIMPLE_HEAD)
         for position, name in enumerate(_COLUMNS):
-            table.add_column(name, justify="left" if position < 2 else "right", overflow="fold")
+            kind = position == 0 and width >= 100
+            table.add_column(name, justify="left" if position < 2 else "right", overflow="fold", no_wrap=kind)
         for line in self._lines():
             table.add_row(*line)
-        totals = Table("", "predicted", "compiled", "ratio")
+        totals = Table("", "predicted", "compiled", "ratio", box=box.SIMPLE_HEAD)
         for total in self._totals():
             totals.add_row(*total)
         shown = [table, totals, *self._difference_table(Table)]
