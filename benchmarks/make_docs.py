@@ -184,6 +184,13 @@ FAMILIES = (
         pictures.speed,
     ),
     Family(
+        "explore_speed",
+        "Questions about a plan",
+        "How long do what_if, explain, compare, frontiers and mesh searches take?",
+        ("python benchmarks/explore_speed.py",),
+        pictures.questions,
+    ),
+    Family(
         "growth",
         "Growth",
         "How do the seconds grow with layers, devices and mesh axes?",

@@ -67,7 +67,8 @@ def quality(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
     axes.set_ylim(-0.7, len(cases) - 0.3)
     axes.invert_yaxis()
     axes.set_xlim(0.8, 5.2)
-    axes.legend(frameon=False, fontsize=base.FONT - 2, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=4)
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.06), "ncols": 4}
+    axes.legend(frameon=False, fontsize=base.FONT - 2, labelcolor=colours.INK, **place)
     yield name, figure
 
 
@@ -173,6 +174,26 @@ def _stages(rows: Sequence[Mapping[str, str]]) -> dict[str, tuple[list[float], s
         stage: ([number(r.get(f"{stage} s", "")) or 0.0 for r in rows], colours.LAYERS[i])
         for i, stage in enumerate(STAGES)
     }
+
+
+def questions(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:
+    """Seconds of wall clock of every question, one colour per case, on a scale of powers of ten."""
+    rows = [r for t in tables for r in t.rows if number(r.get("wall s", "")) is not None]
+    names = list(dict.fromkeys(re.sub(r"=\d+", "", r["question"]) for r in rows))
+    if not names:
+        return
+    figure = base.new(8.5, 1.4 + 0.26 * len(names))
+    axes = base.plain(figure.subplots(), "Seconds until the answer")
+    for shade, case in zip(colours.LAYERS, dict.fromkeys(r["case"] for r in rows), strict=False):
+        mine = [r for r in rows if r["case"] == case]
+        at = [names.index(re.sub(r"=\d+", "", r["question"])) for r in mine]
+        axes.scatter([max(number(r["wall s"]) or 0.0, 0.1) for r in mine], at, s=30, color=shade, label=case)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    base.legend(axes)
+    yield name, figure
 
 
 def growth(name: str, tables: Sequence[Table]) -> Iterator[tuple[str, Any]]:

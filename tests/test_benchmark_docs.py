@@ -78,6 +78,14 @@ global batch 8
 |---|---|---|---|---|---|
 | mlp | 2x4 | 0.5 | 1.5 | optimal | 0.00% |
 """,
+    "explore_speed-2026-01-02": f"""# Questions
+
+{ABOUT}
+| case | question | wall s | answer |
+|---|---|---|---|
+| mlp | optimize() | 0.5 | optimal |
+| mlp | search_mesh(devices=8) | 12.0 | 4 meshes |
+""",
     "another_kind": f"""# Another kind
 
 {ABOUT}

@@ -215,8 +215,11 @@ def test_the_page_needs_nothing_from_elsewhere():
 def test_the_page_is_readable_in_light_and_dark():
     """Ground and text come from one source each time: a theme's variables, or the reader's preference."""
     page = html(some_plan())
-    for name, kind in (("ground", "layout-color1"), ("text", "content-font-color1")):
-        assert f"--ap-{name}:var(--jp-{kind},var(--vscode-editor-" in page
+    sources = {"ground": ("layout-color1", "background", "bg", "g")}
+    sources["text"] = ("content-font-color1", "foreground", "fg", "t")
+    for name, (jupyter, code, material, own) in sources.items():
+        wanted = f"var(--vscode-editor-{code},var(--md-default-{material}-color,var(--ap-{own})))"
+        assert f"--ap-{name}:var(--jp-{jupyter},{wanted})" in page
     assert "prefers-color-scheme:dark" in page and page.count("--ap-g:") == page.count("--ap-t:") == 2
 
 

@@ -1,8 +1,9 @@
 """A plan as a notebook shows it: one block of HTML with its own style and drawings.
 
-Nothing is fetched and nothing runs: no script, no font, no image from elsewhere. Colours follow the notebook's theme
-(the variables of JupyterLab and of VS Code), else the reader's own preference for light or dark; ground and text always
-come from the same source, so that neither is ever left alone on the other's ground.
+Nothing is fetched and nothing runs: no script, no font, no image from elsewhere. Colours follow the theme of the
+notebook or the site (the variables of JupyterLab, of VS Code, and of MkDocs Material), else the reader's own preference
+for light or dark; ground and text always come from the same source, so that neither is ever left alone on the other's
+ground.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from autoshard_ilp.units import format_bytes, format_seconds
 
 STYLE = """
 .autoshard-plan{--ap-g:#ffffff;--ap-t:#1f2328;
---ap-ground:var(--jp-layout-color1,var(--vscode-editor-background,var(--ap-g)));
---ap-text:var(--jp-content-font-color1,var(--vscode-editor-foreground,var(--ap-t)));
+--ap-ground:var(--jp-layout-color1,var(--vscode-editor-background,var(--md-default-bg-color,var(--ap-g))));
+--ap-text:var(--jp-content-font-color1,var(--vscode-editor-foreground,var(--md-default-fg-color,var(--ap-t))));
 background:var(--ap-ground);color:var(--ap-text);font:13px/1.45 system-ui,sans-serif;max-width:1000px;padding:2px 8px}
 @media (prefers-color-scheme:dark){.autoshard-plan{--ap-g:#16181d;--ap-t:#dfe3e8}}
 .autoshard-plan h3{font-size:15px;margin:8px 0 6px}
