@@ -8,6 +8,7 @@ import pytest
 import autoshard_ilp as autoshard
 from autoshard_ilp.explore.meshes import factorisations, hardware_list, search_mesh
 from autoshard_ilp.explore.sizing import largest_batch, rentable, smallest_slice
+from autoshard_ilp.explore.source import Source
 from explore_models import mlp
 
 BATCH = {"batch_size": 512}
@@ -51,6 +52,25 @@ def test_bounds_prune_and_never_the_best():
         assert c.status in ("optimal", "feasible") or (c.status == "pruned" and c.lower_bound_s >= best * (1 - 1e-9))
         same = next(e for e in every if e.mesh == c.mesh)
         assert c.lower_bound_s <= same.total_s * (1 + 1e-9)
+
+
+def test_ctrl_c_keeps_the_meshes_that_are_done(monkeypatch):
+    problem, calls = Source.problem, []
+
+    def interrupted(self, policy, request, progress):
+        calls.append(request.mesh)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return problem(self, policy, request, progress)
+
+    monkeypatch.setattr(Source, "problem", interrupted)
+    stop = 2
+    found = search_mesh(mlp, 4, "tpu-v5e", max_axes=2, **BATCH)
+    assert [c.status for c in found] == ["optimal", "not tried"] and found.interrupted and found.best is not None
+    calls.clear()
+    stop = 1
+    with pytest.raises(KeyboardInterrupt):
+        search_mesh(mlp, 4, "tpu-v5e", max_axes=2, **BATCH)
 
 
 def test_across_hardware_with_prices():

@@ -146,6 +146,28 @@ def test_two_policies_share_one_frontier():
     assert [p.cost for p, _ in steps] == pytest.approx([cost for _, cost in expected])
 
 
+@pytest.mark.parametrize("budgets", [None, [8_000_000, 9_000_000, 12_000_000]])
+def test_ctrl_c_keeps_what_is_found(monkeypatch, budgets):
+    """Wherever it comes; before anything is found it ends the search."""
+    probe, calls = Frontier.probe, []
+
+    def interrupted(self, budget):
+        calls.append(budget)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return probe(self, budget)
+
+    monkeypatch.setattr(Frontier, "probe", interrupted)
+    stop = 2
+    found = pareto(mlp, MESH, budgets=budgets, **OPTIONS)
+    assert found.interrupted and not found.complete and "interrupted" in found.text(100)
+    assert [p.status for p in found if p.plan is not None] == ["optimal"] and found.to_dict()["interrupted"]
+    calls.clear()
+    stop = 1
+    with pytest.raises(KeyboardInterrupt):
+        pareto(mlp, MESH, budgets=budgets, **OPTIONS)
+
+
 def every_sum(powers):
     """A program of nodes that pay their own power of two in bytes or in seconds, so that every sum is a breakpoint."""
     nodes = tuple(Node(f"n{i}", np.array([0.0, float(n)]), np.array([n, 0])) for i, n in enumerate(powers))

@@ -133,6 +133,8 @@ def pareto(
         )  # fmt: skip
     _keep(found, output, plot)
     _answer(found, as_json)
+    if found.interrupted:
+        raise typer.Exit(INTERRUPTED)
     if found.points and all(p.status in ("infeasible", "unknown") for p in found.points):
         raise typer.Exit(INFEASIBLE)
 

@@ -20,6 +20,7 @@ import numpy as np
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.explore.again import Known, Problem, solved
 
+INTERRUPTED = "interrupted"
 SAME = 1e-9
 """Relative difference of costs that counts as none: proofs are not exact below it."""
 
@@ -154,7 +155,7 @@ class Frontier:
             if solution is None:
                 continue
             if solution.report.get("interrupted"):
-                self.stopped = "interrupted"
+                self.stopped = INTERRUPTED
             if best is None or solution.objective < best[0] * (1 - SAME):
                 best = (solution.objective, policy, solution)
         if best is None:
@@ -189,7 +190,27 @@ class Frontier:
         return self.probe(self.minimum[1])
 
     def run(self) -> None:
-        """Finds the ends, then closes gaps, the largest first."""
+        """Finds the ends, then closes gaps, the largest first. Ctrl-C ends that, and what is found is kept."""
+        try:
+            self._close_gaps()
+        except KeyboardInterrupt:
+            self._interrupted()
+
+    def at(self, budget: int) -> Probe | None:
+        """As :meth:`probe`; None from Ctrl-C on."""
+        try:
+            return None if self._stop() else self.probe(budget)
+        except KeyboardInterrupt:
+            self._interrupted()
+            return None
+
+    def _interrupted(self) -> None:
+        """Raises the interrupt again where there is nothing to keep."""
+        self.stopped = INTERRUPTED
+        if not self.probes:
+            raise KeyboardInterrupt
+
+    def _close_gaps(self) -> None:
         high = self.probe(None)
         if high is None:
             return

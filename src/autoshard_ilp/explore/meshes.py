@@ -214,14 +214,29 @@ class Search:
             if self.interrupted:
                 self.found.append(replace(candidate, status="not tried", reason="interrupted"))
                 continue
-            one = self._bounded(candidate, request)
+            try:
+                one = self._bounded(candidate, request)
+            except KeyboardInterrupt:
+                self.found.append(self._not_tried(candidate))
+                continue
             if one is None:
                 best = min(best, self.found[-1].total_s)
             else:
                 waiting.append(one)
         for one in sorted(waiting, key=lambda o: o.candidate.lower_bound_s):
-            self.found.append(self._decided(one, best))
+            try:
+                decided = self._decided(one, best)
+            except KeyboardInterrupt:
+                decided = self._not_tried(one.candidate)
+            self.found.append(decided)
             best = min(best, self.found[-1].total_s)
+
+    def _not_tried(self, candidate: Candidate) -> Candidate:
+        """A mesh at which Ctrl-C came; it is raised again where no plan would be kept."""
+        self.interrupted = True
+        if all(c.make is None for c in self.found):
+            raise KeyboardInterrupt
+        return replace(candidate, status="not tried", reason="interrupted")
 
     def _bounded(self, candidate: Candidate, request: Any) -> _Open | None:
         """The mesh without memory; None when that decides it (and it is noted)."""

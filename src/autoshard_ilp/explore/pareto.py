@@ -11,7 +11,7 @@ from typing import Any
 
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.explore import show
-from autoshard_ilp.explore.frontier import SAME, Frontier, Policy, Probe
+from autoshard_ilp.explore.frontier import INTERRUPTED, SAME, Frontier, Policy, Probe
 from autoshard_ilp.explore.source import Source
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
@@ -80,6 +80,7 @@ class Pareto:
         status: why not, where not.
         minimum_bytes: smallest budget that has a plan; ``minimum_bound_bytes`` is proved: none fits below it.
         hardware, mesh: of the plans; ``usable_bytes``: what the hardware has.
+        interrupted: Ctrl-C came before it was done.
     """
 
     points: tuple[Point, ...]
@@ -90,6 +91,7 @@ class Pareto:
     hardware: str
     mesh: str
     usable_bytes: int
+    interrupted: bool = False
 
     def __len__(self) -> int:
         return len(self.points)
@@ -111,7 +113,7 @@ class Pareto:
         """Plain data for JSON."""
         rows = [{k: show.finite(v) if isinstance(v, float) else v for k, v in r.items()} for r in self.rows()]
         names = ("complete", "status", "minimum_bytes", "minimum_bound_bytes", "hardware", "mesh", "usable_bytes")
-        return {**{n: getattr(self, n) for n in names}, "points": rows}
+        return {**{n: getattr(self, n) for n in (*names, "interrupted")}, "points": rows}
 
     def plot(self, ax: Any = None) -> Any:
         """Step time against memory budget as a ``matplotlib`` figure; ``ax`` to draw into one."""
@@ -270,7 +272,8 @@ def _breakpoints(search: Frontier, source: Source, request: Any) -> Pareto:
         why += [] if proved else ["some points are not proved"]
         why += [] if lower == upper else [f"the smallest budget is not proved: not below {format_bytes(lower)}"]
         status = f"Not every breakpoint may be here: {'; '.join(why)}."
-    return _result(points, complete, status, (upper or None, lower or None), request)
+    found = _result(points, complete, status, (upper or None, lower or None), request)
+    return replace(found, interrupted=search.stopped == INTERRUPTED)
 
 
 def _steps(probes: Sequence[Probe]) -> list[tuple[Probe, int | None]]:
@@ -287,7 +290,7 @@ def _steps(probes: Sequence[Probe]) -> list[tuple[Probe, int | None]]:
 def _at_budgets(search: Frontier, sizes: Sequence[int], source: Source, request: Any) -> Pareto:
     points = []
     for budget in reversed(sizes):
-        found = None if search.stopped or not search.left() else search.probe(budget)
+        found = search.at(budget)
         if found is not None:
             points.append(_point(found, source, budget, None))
             continue
@@ -299,7 +302,8 @@ def _at_budgets(search: Frontier, sizes: Sequence[int], source: Source, request:
         search.least()
         points = [replace(p, minimum_bytes=search.minimum[1]) if p.status == "infeasible" else p for p in points]
     minimum = (search.minimum[1] or None, search.minimum[0] or None)
-    return _result(list(reversed(points)), False, search.stopped, minimum, request)
+    answer = _result(list(reversed(points)), False, search.stopped, minimum, request)
+    return replace(answer, interrupted=search.stopped == INTERRUPTED)
 
 
 def _point(probe: Probe, source: Source, budget: int, up_to: int | None) -> Point:
