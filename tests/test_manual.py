@@ -25,7 +25,7 @@ from autoshard_ilp.rules import rule_for
 from autoshard_ilp.rules.rule import OpView
 from autoshard_ilp.sharding import PARTIAL, WHOLE, to_partition_spec
 from autoshard_ilp.strategies import layouts_of, strategies_of
-from autoshard_ilp.verify import parse_collectives
+from autoshard_ilp.verify import compile_only_mesh, parse_collectives
 from compiled import NAMES, SIZES, mesh_of, needs_cuda, predicted, sharding
 
 FUNCTIONS = {
@@ -189,6 +189,23 @@ def _consecutive(start: Any, found: Any) -> Any:
     for step in found:
         yield before, step
         before = step.after
+
+
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_padding_of_a_transposed_array_goes_through_an_all_to_all(before):
+    """Half of what each device sends are zeros: the gradient of a slice in another layout."""
+    mesh, names = compile_only_mesh("cpu:2", ("x",), (2,)), ("x",)
+    value = np.random.default_rng(0).normal(size=(4, 2, 4, 4)).astype("float32")
+    spec = NamedSharding(mesh, to_partition_spec((before,), 4, names))
+
+    def expected(x):
+        return jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, 2), (0, 0)))
+
+    def planned(x):
+        x = jnp.pad(lax.with_sharding_constraint(x.transpose(0, 2, 1, 3), spec), ((0, 0), (0, 0), (0, 2), (0, 0)))
+        return manual.move(x, (before,), (2,), mesh, names)
+
+    np.testing.assert_array_equal(jax.jit(planned)(value), expected(value))
 
 
 def test_what_cannot_be_written_out_is_left_to_a_constraint():

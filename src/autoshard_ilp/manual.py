@@ -51,6 +51,10 @@ TILE_ROWS, TILE_LANES, SAFE_MULTIPLE = 16, 128, 256
 MANY_DIMS = 4
 """Dimensions from which on XLA:TPU may compute a product in an order other than that of its operands."""
 
+SENT_IN_PIECES = frozenset({"cpu"})
+"""Platforms that cut the operand of an all-to-all into slices before arrays have layouts in memory. A slice of padding
+then becomes a constant, one beside it what a transposition made, and XLA:CPU refuses operands laid out differently."""
+
 FILLED_UP = frozenset({"tpu"})
 """Platforms on which dimensions beside a collective are filled up where they do not divide."""
 
@@ -405,6 +409,8 @@ def move(value: Any, before: Layout, after: Layout, mesh: Any, axis_names: Seque
         part = _reordered(part, sorted_, last, axis_names, sizes)
         if new == WHOLE:
             return jax.lax.all_gather(part, names, axis=old, tiled=True)
+        if platform_of(mesh) in SENT_IN_PIECES:
+            part = jax.lax.optimization_barrier(part)
         part = jax.lax.all_to_all(part, names, split_axis=new, concat_axis=old, tiled=True)
         last, sorted_ = orders(new)
         return _reordered(part, last, sorted_, axis_names, sizes)
