@@ -83,6 +83,26 @@ def test_every_scattering_strategy_computes_the_same_and_sends_its_price_on_cpu(
         assert sent == predicted(resolution_payloads(strategy, view.out_shapes[0], 4, SIZES))
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_product_wider_than_its_operands_is_scattered_on_cpu(dim):
+    """XLA:CPU multiplies no bfloat16 into a transposed float32."""
+    eqn, view = equation(
+        lambda a, b: lax.dot(a, b, preferred_element_type=jnp.float32), [(16, 64), (64, 32)], "bfloat16"
+    )
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.normal(size=shape), "bfloat16") for shape in view.in_shapes]
+    strategy = next(
+        s
+        for s in scattering(view)
+        if s.results[0] is not None and s.results[0] == (WHOLE, dim) and len(s.resolutions) == 1
+    )
+    mesh = mesh_of("cpu:8")
+    shardings = tuple(sharding(mesh, lay, 2) for lay in strategy.operands)
+    result = jax.jit(runner(eqn, view, strategy, mesh), in_shardings=shardings)(*args)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, np.float32(args[0]) @ np.float32(args[1]), rtol=1e-5, atol=1e-5)
+
+
 def test_partial_sums_travel_and_are_reduced_once():
     """x a + (y b)^T over both axes of the mesh, every way to resolve it."""
     shapes = [(8, 16), (16, 8)]

@@ -51,6 +51,10 @@ TILE_ROWS, TILE_LANES, SAFE_MULTIPLE = 16, 128, 256
 MANY_DIMS = 4
 """Dimensions from which on XLA:TPU may compute a product in an order other than that of its operands."""
 
+WITHOUT_TURNED_PRODUCTS = frozenset({"cpu"})
+"""Platforms that make one product of a product and a transposition of its result after they have looked for dtypes that
+they cannot multiply. XLA:CPU then stops at 16-bit operands with a 32-bit result; a scatter transposes such results."""
+
 SENT_IN_PIECES = frozenset({"cpu"})
 """Platforms that cut the operand of an all-to-all into slices before arrays have layouts in memory. A slice of padding
 then becomes a constant, one beside it what a transposition made, and XLA:CPU refuses operands laid out differently."""
@@ -129,6 +133,8 @@ def run(
         The result in its layout; None where there is nothing to scatter or leave (or to add up, if it is looked at), or
         dimensions do not divide.
     """
+    import jax
+
     operands, result = layouts
     if not runs_partial(op) or len(op.out_shapes) != 1 or result is None:
         return None
@@ -152,11 +158,13 @@ def run(
         params[LOCAL[op.primitive]] = local_shape(op.out_shapes[0], before, sizes)
 
     slice_shape = whole_slice(mesh)
+    kept = platform_of(mesh) in WITHOUT_TURNED_PRODUCTS and op.primitive == "dot_general" and _widens(op)
 
     def one_device(*parts: Any) -> Any:
         whole = [part[0] if PARTIAL in layout else part for part, layout in zip(parts, operands, strict=True) if layout]
         out = bind(*whole, **params)
         partial = out[0] if isinstance(out, (list, tuple)) else out
+        partial = jax.lax.optimization_barrier(partial) if kept else partial
         order = _Order(leading, op.primitive if len(op.out_shapes[0]) >= MANY_DIMS else "")
         reduced = _reduced(partial, sums, result, axis_names, sizes, slice_shape, order)
         return (reduced, never_known_before(partial)) if looked_at else reduced
@@ -164,6 +172,11 @@ def run(
     return _mapped(
         one_device, args, op.in_shapes, operands, op.out_shapes[0], result, mesh, axis_names, and_a_scalar=looked_at
     )
+
+
+def _widens(op: OpView) -> bool:
+    """Whether the result of an operation has another dtype than an operand."""
+    return any(dtype != op.out_dtypes[0] for dtype in op.in_dtypes)
 
 
 def _filled_up(
