@@ -42,7 +42,15 @@ MESH_OF = {
     "gru": TWO,
     "tied_embeddings": TWO,
 }  # the others: ONE
-SLOW = [("unet", TWO), ("bert", ONE), ("lora", THREE), ("gemma", ONE), ("vit", THREE), ("gpt2", THREE)]
+SLOW = [
+    ("efficientnet", TWO),
+    ("unet", TWO),
+    ("bert", ONE),
+    ("lora", THREE),
+    ("gemma", ONE),
+    ("vit", THREE),
+    ("gpt2", THREE),
+]
 HARDWARE = toy(1e8, 1e12)  # so slow at arithmetic that even tiny matmuls are worth splitting
 COMMUNICATION = toy(1e11, 1e18)  # only matmuls and bytes over the links count
 SOLVER = autoshard.SolverOptions(time_limit=20.0)

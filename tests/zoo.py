@@ -149,6 +149,28 @@ def mobilenet() -> keras.Model:
     return _compiled(keras.Model(inputs, layers.Dense(8)(x)))
 
 
+@_case(_features((16, 16, 3), 8))
+def efficientnet() -> keras.Model:
+    """A fused and a depthwise inverted residual, with squeeze-and-excitation and stochastic depth."""
+    backbone = keras_hub.models.EfficientNetBackbone(
+        stackwise_width_coefficients=[1.0] * 3,
+        stackwise_depth_coefficients=[1.0] * 3,
+        stackwise_kernel_sizes=[3] * 3,
+        stackwise_num_repeats=[1, 2, 1],
+        stackwise_input_filters=[8, 8, 16],
+        stackwise_output_filters=[8, 16, 16],
+        stackwise_expansion_ratios=[1, 4, 4],
+        stackwise_squeeze_and_excite_ratios=[0.25, 0.25, 0.0],
+        stackwise_strides=[1, 2, 1],
+        stackwise_block_types=["v1", "v1", "fused"],
+        stackwise_force_input_filters=[0] * 3,
+        stackwise_nores_option=[False] * 3,
+        input_shape=(16, 16, 3),
+        num_features=32,
+    )
+    return _compiled(keras_hub.models.EfficientNetImageClassifier(backbone=backbone, num_classes=8, preprocessor=None))
+
+
 def _unet_batch(rng: np.random.Generator) -> tuple[Any, Any]:
     inputs = {
         "latent": rng.normal(size=(BATCH_SIZE, 8, 8, 4)).astype("float32"),
