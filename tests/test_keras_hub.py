@@ -44,6 +44,32 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": ("ViT", "ImageClassifier", VIT),
 }
 
+WIDTHS = {"vocabulary_size": VOCABULARY, "num_layers": 1, "num_heads": 4, "hidden_dim": 16, "intermediate_dim": 32}
+ROTATED = {"num_heads": 4, "depth": 1, "depth_single_blocks": 1, "axes_dim": [2, 2, 4], "theta": 100, "use_bias": True}
+ROTATED |= {"input_channels": 8, "hidden_size": 32, "mlp_ratio": 2.0, "image_shape": (4, 8), "text_shape": (4, 32)}
+ROTATED |= {"image_ids_shape": (4, 3), "text_ids_shape": (4, 3), "y_shape": (16,)}
+WINDOWS = {"image_shape": (32, 32, 3), "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+EXPERTS = {**GROUPED, "num_query_heads": 4, "num_key_value_heads": 2, "hidden_dim": 16, "intermediate_dim": 32}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    # name -> (KerasHub's class, its configuration): what none of the models above has
+    "relative positions, encoder and decoder": ("T5Backbone", {**WIDTHS, "dropout": 0.0}),
+    "Fourier transforms": (
+        "FNetBackbone",
+        {**{k: v for k, v in WIDTHS.items() if k != "num_heads"}, "max_sequence_length": 16},
+    ),
+    "attention sinks": ("GptOssBackbone", {**EXPERTS, "num_layers": 1, "num_experts": 4, "sliding_window": 4}),
+    "diffusion transformer": ("FluxBackbone", ROTATED),
+    "shifted windows": ("SwinTransformerBackbone", {**WINDOWS, "patch_size": 2}),
+}
+
+
+def other_backbone(name: str) -> keras.Model:
+    kind, config = OTHERS[name]
+    model = getattr(keras_hub.models, kind)(**config)
+    loss = dict.fromkeys(model.output, "mse") if isinstance(model.output, dict) else "mse"
+    model.compile(keras.optimizers.SGD(0.02, momentum=0.9), loss)
+    return model
+
 
 def backbone(name: str) -> keras.Model:
     prefix, _, config = MODELS[name]
@@ -68,7 +94,7 @@ def trained_backbone(name: str) -> keras.Model:
 def inputs_of(model: keras.Model, rng: np.random.Generator) -> Any:
     def values(tensor: Any) -> np.ndarray:
         shape = [8, *(LENGTH if n is None else n for n in tensor.shape[1:])]
-        if tensor.name.startswith("padding_mask"):
+        if "padding_mask" in tensor.name:
             return (np.arange(LENGTH) < np.array([LENGTH, LENGTH - 2] * 4)[:, None]).astype("int32")
         if tensor.name.startswith("segment_ids"):
             return np.zeros(shape, "int32")
@@ -116,6 +142,13 @@ def test_a_task_model(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_backbone(name: str) -> None:
     compare_three_steps(lambda: trained_backbone(name))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask", "ignore:.build")  # KerasHub's own
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_backbone(name: str) -> None:
+    compare_three_steps(lambda: other_backbone(name))
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama3", marks=pytest.mark.slow)])
