@@ -90,6 +90,28 @@ def test_without_time_the_bounds_are_honest(plan):
         assert a.proof == "exact" or not a.chosen
 
 
+def test_ctrl_c_keeps_the_layouts_that_are_done(plan, monkeypatch):
+    from autoshard_ilp.explore import explain as module
+
+    alternative, calls = module._alternative, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return alternative(*args)
+
+    monkeypatch.setattr(module, "_alternative", interrupted)
+    stop = 3
+    why = plan.explain("wide/kernel")
+    assert len(why.alternatives) == 2 and why.chosen.spec == plan.specs["wide/kernel"]
+    assert "Interrupted: 7 other layouts" in why.text(100)
+    calls.clear()
+    stop = 1
+    with pytest.raises(KeyboardInterrupt):
+        plan.explain("wide/kernel")
+
+
 def test_what_was_not_found_in_time_is_not_said_not_to_exist(plan):
     why = plan.explain("wide/kernel", time_limit=0.0)
     late = [

@@ -181,7 +181,13 @@ def explain(plan: Plan, path: str, *, time_limit: float = 60.0, progress: Any = 
         found = []
         for position, layout in enumerate(order):
             share = max(0.0, deadline - time.monotonic()) / (len(order) - position)
-            found.append(_alternative(plan, base, start, paths, layout, layout == own, share, shown))
+            try:
+                found.append(_alternative(plan, base, start, paths, layout, layout == own, share, shown))
+            except KeyboardInterrupt:
+                if not found:  # the plan's own layout comes first
+                    raise
+                notes = (*notes, f"Interrupted: {len(order) - position} other layouts were not looked at.")
+                break
     found.sort(key=lambda a: (not a.chosen, a.proof == "infeasible", a.total_s))
     return Explanation(
         paths,
