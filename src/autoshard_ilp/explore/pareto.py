@@ -270,7 +270,8 @@ def _breakpoints(search: Frontier, source: Source, request: Any) -> Pareto:
     else:
         why = [search.stopped] if search.stopped else []
         why += [] if proved else ["some points are not proved"]
-        why += [] if lower == upper else [f"the smallest budget is not proved: not below {format_bytes(lower)}"]
+        if lower != upper:
+            why.append(f"the smallest budget is not proved ({format_bytes(upper - lower)} less may do)")
         status = f"Not every breakpoint may be here: {'; '.join(why)}."
     found = _result(points, complete, status, (upper or None, lower or None), request)
     return replace(found, interrupted=search.stopped == INTERRUPTED)
