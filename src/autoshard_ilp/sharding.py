@@ -13,13 +13,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 Layout = tuple[int, ...]
 WHOLE = -1
 PARTIAL = -2
 """Entry of a layout inside the step: the devices along the mesh axis hold partial sums of the whole extent."""
+
+ASKED_OFTEN = 1 << 16
+"""Answers kept: programs of three mesh axes ask for a few shapes in a few hundred layouts a hundred thousand times."""
 
 
 def replicated(n_axes: int) -> Layout:
@@ -29,6 +32,11 @@ def replicated(n_axes: int) -> Layout:
 
 def shards_of_dims(layout: Layout, rank: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
     """Number of shards of each tensor dimension."""
+    return _shards_of_dims(layout, rank, tuple(axis_sizes))
+
+
+@lru_cache(maxsize=ASKED_OFTEN)
+def _shards_of_dims(layout: Layout, rank: int, axis_sizes: tuple[int, ...]) -> tuple[int, ...]:
     shards = [1] * rank
     for dim, size in zip(layout, axis_sizes, strict=True):
         if dim >= 0:
@@ -38,7 +46,12 @@ def shards_of_dims(layout: Layout, rank: int, axis_sizes: Sequence[int]) -> tupl
 
 def local_shape(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> tuple[int, ...]:
     """Shape of one device's shard; a dimension that does not divide is padded up, as XLA does."""
-    shards = shards_of_dims(layout, len(shape), axis_sizes)
+    return _local_shape(tuple(shape), layout, tuple(axis_sizes))
+
+
+@lru_cache(maxsize=ASKED_OFTEN)
+def _local_shape(shape: tuple[int, ...], layout: Layout, axis_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    shards = _shards_of_dims(layout, len(shape), axis_sizes)
     return tuple(-(-d // n) for d, n in zip(shape, shards, strict=True))
 
 

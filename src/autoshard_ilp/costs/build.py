@@ -17,6 +17,7 @@ from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, vector_bytes
 from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
+from autoshard_ilp.costs.reshard_tables import agreeing
 from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.costs.tiles import images_of_the_step, padding, through_convolutions, tiled_bytes
@@ -183,8 +184,7 @@ def _only_sliced(table: CostTable, flow: Flow, starts: Sequence[Any], ends: Sequ
     found = np.zeros((len(starts), len(ends)), bool)
     plain = [k for k, end in enumerate(ends) if end and not isinstance(end[0], str)]
     if starts[0] and plain:
-        a = np.array(starts)[:, None, :]
-        found[:, plain] = ((a == np.array([ends[k] for k in plain])[None, :, :]) | (a == WHOLE)).all(axis=2)
+        found[:, plain] = agreeing(np.array(starts), np.array([ends[k] for k in plain]), WHOLE)
     return found
 
 

@@ -54,11 +54,11 @@ class ReshardTables:
         self, shape: tuple[int, ...], itemsize: float, starts: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         held = Held(shape, itemsize, self.sizes)
-        same = (starts[:, None, :] == ends[None, :, :]).all(axis=2)
+        same = agreeing(starts, ends)
         copies = np.where(same, 0, held(ends)[None, :])
         seconds = np.where(same, 0.0, np.inf)
         calls = np.zeros_like(seconds)
-        whole = ~(starts == PARTIAL).any(axis=1)[:, None] & ~(ends == PARTIAL).any(axis=1)[None, :]
+        whole = ~_any(starts == PARTIAL)[:, None] & ~_any(ends == PARTIAL)[None, :]
         i, j = np.nonzero(whole & ~same)
         pairs = _Pairs(starts[i], ends[j], held, self._prices)
         pairs.run(shape)
@@ -87,6 +87,26 @@ class Held:
 def shards_of(axes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Product of the sizes of the mesh axes marked in each row (bool, one column per mesh axis)."""
     return np.where(axes, sizes, 1).prod(axis=1)
+
+
+def agreeing(starts: np.ndarray, ends: np.ndarray, anything: int | None = None) -> np.ndarray:
+    """Pairs of layouts (one row each) that are equal along every mesh axis, or ``anything`` in the first.
+
+    Axis by axis: NumPy takes long over many short rows.
+    """
+    found = np.ones((len(starts), len(ends)), bool)
+    for a, b in zip(starts.T, ends.T, strict=True):
+        same = a[:, None] == b[None, :]
+        found &= same if anything is None else same | (a == anything)[:, None]
+    return found
+
+
+def _any(marked: np.ndarray) -> np.ndarray:
+    """Whether a row (bool, one column per mesh axis) has any mark."""
+    found = np.zeros(len(marked), bool)
+    for column in marked.T:
+        found |= column
+    return found
 
 
 class _Prices:
@@ -156,8 +176,8 @@ class _Pairs:
             uneven = (extent % shards_of(here, self.held.sizes) != 0) | (
                 extent % shards_of(there, self.held.sizes) != 0
             )
-            moved = (changes & (here | there)).any(axis=1) | (here.any(axis=1) & there.any(axis=1))
-            found[:, dim] = uneven & moved & (here != there).any(axis=1)
+            moved = _any(changes & (here | there)) | (_any(here) & _any(there))
+            found[:, dim] = uneven & moved & _any(here != there)
         return found
 
     def _slice(self, dim: int, allowed: np.ndarray) -> None:
@@ -199,7 +219,7 @@ class _Pairs:
 
     def _change(self, kind: str, moved: np.ndarray, dim: np.ndarray) -> None:
         """One step of the pairs that have a mesh axis in ``moved`` (bool): these axes shard ``dim`` afterwards."""
-        rows = np.flatnonzero(moved.any(axis=1))
+        rows = np.flatnonzero(_any(moved))
         if not len(rows):
             return
         moved, dim, before = moved[rows], dim[rows], self.now[rows]
@@ -216,7 +236,7 @@ class _Pairs:
         later = ~moved & (np.arange(moved.shape[1]) > first[:, None])
         for layout, at in ((before, source), (after, dim)):
             there = (layout == at[:, None]) & (at != WHOLE)[:, None]
-            order = np.where((there & later).any(axis=1), there @ self.prices.bits, 0)
+            order = np.where(_any(there & later), there @ self.prices.bits, 0)
             if order.any():
                 payload = np.minimum(held_before, held_after)
                 self.seconds[rows] += self.prices.seconds("collective-permute", order, payload)
