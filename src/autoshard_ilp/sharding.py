@@ -65,7 +65,12 @@ def divides(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> 
 
     There is nothing to shard of an empty dimension.
     """
-    shards = shards_of_dims(layout, len(shape), axis_sizes)
+    return _divides(tuple(shape), layout, tuple(axis_sizes))
+
+
+@lru_cache(maxsize=ASKED_OFTEN)
+def _divides(shape: tuple[int, ...], layout: Layout, axis_sizes: tuple[int, ...]) -> bool:
+    shards = _shards_of_dims(layout, len(shape), axis_sizes)
     return all(d % n == 0 and (d or n == 1) for d, n in zip(shape, shards, strict=True))
 
 
