@@ -8,7 +8,7 @@ from keras import layers
 
 import autoshard_ilp as autoshard
 from autoshard_ilp import Plan, apply
-from autoshard_ilp.masks import met_by_random_bits
+from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.verify import compile_only_mesh
 from compiled import needs_tpu
 

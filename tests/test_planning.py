@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import math
+from dataclasses import replace
 from typing import Any
 
 import keras
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import flatten
+from autoshard_ilp import flatten, program
 from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.program import core
 
@@ -62,3 +64,34 @@ def test_a_plan_is_there_however_little_time_there_is(monkeypatch: pytest.Monkey
     assert whole.cost.communication_s == 0.0 and whole.lower_bound <= whole.cost.total_s
     with pytest.raises(autoshard.InfeasibleError, match="time"):
         autoshard.optimize(deep, {"data": 2, "model": 2}, int(0.9 * whole.memory.peak_bytes), **options)
+
+
+@pytest.mark.parametrize("remat", ["never", "auto"])
+def test_what_fits_is_found_by_its_memory_where_the_solver_finds_nothing(
+    remat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The solver is made to end without a plan, unless it starts from one."""
+    mesh, limit = {"data": 2, "model": 2}, autoshard.SolverOptions(time_limit=3)
+    options: dict[str, Any] = {"batch_size": 256, "hardware": "h100", "remat": remat, "solver": limit}
+    free = autoshard.optimize(deep, mesh, **options)
+    with pytest.raises(autoshard.InfeasibleError) as error:
+        autoshard.optimize(deep, mesh, 1000, **options)
+    least = error.value.minimum_budget
+    assert least is not None and least < free.memory.peak_bytes
+    solve = program.solve
+
+    def finds_nothing(problem: Any, options: Any, **keywords: Any) -> Any:
+        found = solve(problem, options, **keywords)
+        if keywords.get("hint") is not None or found.status == "infeasible":
+            return found
+        return replace(found, status="feasible", choices=None, objective=math.inf, lower_bound=0.0, report={})
+
+    monkeypatch.setattr(program, "solve", finds_nothing)
+    plan = autoshard.optimize(deep, mesh, least, **options)
+    assert plan.memory.peak_bytes <= least
+    assert any("within the time limit" in note for note in plan.notes)
+    with pytest.raises(autoshard.InfeasibleError):
+        autoshard.optimize(deep, mesh, least // 2, **options)
+    monkeypatch.undo()
+    asked = plan.what_if(memory_budget=2 * least)
+    assert asked.memory.peak_bytes <= 2 * least

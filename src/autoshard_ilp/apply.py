@@ -27,12 +27,12 @@ from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp import manual, rewrites, ties
 from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
+from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.precision import cast_before_collectives
 from autoshard_ilp.cuts import computed_as_read, cut_for, is_cut
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op, Region
 from autoshard_ilp.inplace import waiting_updates
-from autoshard_ilp.masks import met_by_random_bits
 from autoshard_ilp.order import SCATTERED_ONLY, order_of
 from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally

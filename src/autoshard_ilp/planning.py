@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard_ilp.agreement import facts_of_step, planned_once
-from autoshard_ilp.attempt import Failure, attempt, free_peak_bytes
+from autoshard_ilp.anyplan import NOTE, any_plan
+from autoshard_ilp.attempt import Failure, assemble, attempt, free_peak_bytes
 from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.halving import Binds, wide
 from autoshard_ilp.infeasible import infeasible
@@ -69,8 +70,19 @@ def _search(
     need, limit = needed_share(request), request.solver.time_limit
     found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
-        raise infeasible(found.failures, request)
+        failure, solution = any_plan(found.failures, request, progress) or (None, None)
+        if failure is None:
+            raise infeasible(found.failures, request)
+        plan = plan_of_failure(failure, solution, request, progress, mode=traced.mode, batch_size=traced.batch_size)
+        return with_history(plan, policies, [f for f in found.failures if f is not failure])
     return with_history(found.plan, policies, found.failures)
+
+
+def plan_of_failure(failure: Failure, solution: Any, request: Request, progress: Progress, **options: Any) -> Plan:
+    """The plan of what fitted in the end (:func:`any_plan`); ``options`` are mode, batch size and origin."""
+    own = failure.step, failure.infos, request, progress, failure.table, failure.built, solution
+    plan = assemble(*own, options["mode"], options["batch_size"], dict(options.get("origin") or {}))
+    return replace(plan, notes=(*plan.notes, NOTE))
 
 
 class Expected:
@@ -130,7 +142,10 @@ def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **op
     """:func:`attempt`; raises InfeasibleError when nothing fits."""
     found = attempt(step, infos, request, progress, **options)
     if isinstance(found, Failure):
-        raise infeasible([found], request)
+        failure, solution = any_plan([found], request, progress) or (None, None)
+        if failure is None:
+            raise infeasible([found], request)
+        return plan_of_failure(failure, solution, request, progress, **options)
     return found
 
 

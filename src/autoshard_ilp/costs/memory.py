@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard_ilp.costs.fusion import REDUCTIONS, VIEWS, fusible, roots, written_to_memory
+from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.padding import leaves_triton
 from autoshard_ilp.costs.written import is_relu
 from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op
@@ -58,6 +59,8 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
     """
     root = roots(graph)
     stored = written_to_memory(graph, root, family, anew)
+    if family == "tpu":
+        stored[[int(root[t]) for t in met_by_random_bits(graph)]] = True  # a barrier stands behind them
     time = schedule(graph)
     horizon = int(time.max()) + 2 if len(time) else 1
     last_use = _last_uses(graph, root, stored, time)
