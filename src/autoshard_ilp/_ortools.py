@@ -8,10 +8,13 @@ its own symbols first; see dlopen(3). It exists on Linux with glibc, the only pl
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 _LOADING = threading.RLock()  # what another thread is still importing is in sys.modules already, half made
@@ -45,3 +48,49 @@ def _load(name: str) -> Any:
             return importlib.import_module(name)
         finally:
             sys.setdlopenflags(flags)
+
+
+_SILENCE = threading.Lock()
+_SILENT: list[int] = []  # the standard output as it was, while several threads may be silent
+
+
+@contextlib.contextmanager
+def silent_stdout() -> Iterator[None]:
+    """Drops what native code prints to standard output meanwhile.
+
+    HiGHS (in OR-Tools 9.15) prints names of its functions ("HighsMipSolverData::transformNewInteger...") whatever
+    its parameters say; they would stand in front of the JSON that a command prints.
+    """
+    with _SILENCE:
+        silenced = _begin_silence() if not _SILENT else True
+        if silenced:
+            _SILENT.append(_SILENT[0] if _SILENT else os.dup(1))
+            if len(_SILENT) == 1:
+                _point_stdout_to(os.devnull)
+    try:
+        yield
+    finally:
+        with _SILENCE:
+            if silenced:
+                kept = _SILENT.pop()
+                if not _SILENT:
+                    ctypes.CDLL(None).fflush(None)
+                    os.dup2(kept, 1)
+                    os.close(kept)
+
+
+def _begin_silence() -> bool:
+    """Writes out what is in the buffers; False where there is no standard output."""
+    try:
+        sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)
+        os.fstat(1)
+    except (OSError, ValueError, AttributeError):
+        return False
+    return True
+
+
+def _point_stdout_to(path: str) -> None:
+    nowhere = os.open(path, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)

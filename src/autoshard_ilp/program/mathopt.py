@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp._ortools import load_mathopt
+from autoshard_ilp._ortools import load_mathopt, silent_stdout
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.program.memory import Owners
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
@@ -136,7 +136,8 @@ class _Model:
             absolute_gap_tolerance=0.0,
             random_seed=options.seed % (2**31 - 1),
         )
-        result = mathopt.solve(self.model, kind, params=parameters)
+        with silent_stdout():
+            result = mathopt.solve(self.model, kind, params=parameters)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return "infeasible", None, math.inf

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp._ortools import load_mathopt, load_solve_interrupter
+from autoshard_ilp._ortools import load_mathopt, load_solve_interrupter, silent_stdout
 from autoshard_ilp.program.net import EmptyNodeError, Net
 from autoshard_ilp.program.stoppable import run_stoppable
 
@@ -264,12 +264,13 @@ class Milp:
         )
         stop = load_solve_interrupter().SolveInterrupter()
         kind = mathopt.SolverType.HIGHS
-        return run_stoppable(
-            "highs",
-            lambda: mathopt.solve(model, kind, params=parameters, interrupter=stop),
-            stop.interrupt,
-            STOP_SECONDS,
-        )
+        with silent_stdout():
+            return run_stoppable(
+                "highs",
+                lambda: mathopt.solve(model, kind, params=parameters, interrupter=stop),
+                stop.interrupt,
+                STOP_SECONDS,
+            )
 
     def _read(self, mathopt: Any, result: Any, interrupted: bool) -> MilpResult:
         reasons = mathopt.TerminationReason
