@@ -6,6 +6,7 @@ import math
 import pytest
 
 import autoshard_ilp as autoshard
+from autoshard_ilp.explore import sizing
 from autoshard_ilp.explore.meshes import factorisations, hardware_list, search_mesh
 from autoshard_ilp.explore.sizing import largest_batch, rentable, smallest_slice
 from autoshard_ilp.explore.source import Source
@@ -171,3 +172,24 @@ def test_the_largest_batch():
         largest_batch(mlp, {"data": 4}, memory_budget="5MB", hardware="h100")
     with pytest.raises(autoshard.InputShapeError):
         largest_batch(mlp, {"data": 4}, hardware="h100", multiple_of=0)
+
+
+@pytest.mark.parametrize("asked", [1, 3])
+def test_an_interrupt_leaves_the_largest_batch_seen_to_fit(asked: int, monkeypatch: pytest.MonkeyPatch):
+    least, calls = sizing._least, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == asked:
+            raise KeyboardInterrupt
+        return least(*arguments)
+
+    monkeypatch.setattr(sizing, "_least", interrupted)
+    question = {"memory_budget": 20_000_000, "hardware": "h100", "multiple_of": 64}
+    if asked == 1:  # nothing is known yet
+        with pytest.raises(KeyboardInterrupt):
+            largest_batch(mlp, {"data": 4}, **question)
+        return
+    answer = largest_batch(mlp, {"data": 4}, **question)
+    assert answer.size == answer.plan.batch_size == 128 and not answer.proved
+    assert [t.size for t in answer.tried] == [64, 128]

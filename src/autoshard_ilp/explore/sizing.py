@@ -238,7 +238,7 @@ def largest_batch(
     """The largest global batch whose step fits, and the best plan for it.
 
     Doubles the batch until it does not fit, then halves the interval. Memory is taken to grow with the batch. The model
-    is traced once per batch that is tried.
+    is traced once per batch that is tried. An interrupt ends the search with the largest batch seen to fit.
 
     Args:
         model, mesh, memory_budget, hardware, sequence_length, mode, pins, objective, solver, remat, progress: as for
@@ -278,7 +278,12 @@ def largest_batch(
                 sources[size] = source
             return good
 
-        count = _last_that_fits(fits)
+        try:
+            count = _last_that_fits(fits)
+        except KeyboardInterrupt:
+            if not sources:
+                raise
+            count = max(sources) // step  # the largest that was seen to fit is an answer, too
         if count * step > MOST_BATCH:
             raise InputShapeError(f"Nothing in the step grows with the batch: {count * step} still fits.")
         if count == 0:
@@ -290,9 +295,9 @@ def largest_batch(
             )
         plan = plan_traced(sources[count * step].infos, request, shown, policies)
     question = "Largest global batch:"
-    return Sizing(
-        question, count * step, plan, tuple(tried[s] for s in sorted(tried)), tried[(count + 1) * step].proved
-    )
+    above = tried.get((count + 1) * step)  # not looked at where the search was interrupted
+    proved = above is not None and above.proved
+    return Sizing(question, count * step, plan, tuple(tried[s] for s in sorted(tried)), proved)
 
 
 def _last_that_fits(fits: Any) -> int:
