@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import halving
+from autoshard_ilp import attempt, halving
 from autoshard_ilp.costs.fold import LEAST_HALVED, halves
 from autoshard_ilp.halving import Binds, solve_halved, start_of
 
@@ -70,6 +70,21 @@ def loose() -> autoshard.Plan:
 @pytest.fixture(scope="module")
 def tight(loose: autoshard.Plan) -> autoshard.Plan:
     return autoshard.optimize(stack, MESH, 95 * loose.memory.peak_bytes // 100, **OPTIONS)
+
+
+def test_what_is_true_of_the_graph_is_read_once_for_both_programs(
+    loose: autoshard.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, read = list[Any](), attempt.read
+
+    def counted(graph: Any, request: Any) -> Any:
+        graphs.append(graph)
+        return read(graph, request)
+
+    monkeypatch.setattr(attempt, "read", counted)
+    plan = autoshard.optimize(stack, MESH, 95 * loose.memory.peak_bytes // 100, **OPTIONS)
+    assert any("each half" in note for note in plan.notes), plan.notes
+    assert len(graphs) == 1
 
 
 def test_a_mixture_of_layouts_uses_the_memory_that_one_layout_for_all_must_leave(

@@ -33,6 +33,7 @@ def test_the_step_is_flattened_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     mesh, options = {"data": 2}, {"batch_size": 4096, "hardware": "h100"}
     free = autoshard.optimize(deep, mesh, remat="never", **options)  # type: ignore[arg-type]
+
     monkeypatch.setattr(flatten, "flatten", counted)
     plan = autoshard.optimize(deep, mesh, int(0.6 * free.memory.peak_bytes), **options)  # type: ignore[arg-type]
     assert plan.remat, "the budget asks for recomputation, so more than one policy was tried"
@@ -91,6 +92,10 @@ def test_what_fits_is_found_by_its_memory_where_the_solver_finds_nothing(
     plan = autoshard.optimize(deep, mesh, enough, **options)
     assert plan.memory.peak_bytes <= enough
     assert any("within the time limit" in note for note in plan.notes)
+    if remat == "never":
+        asked = free.what_if(memory_budget=enough)
+        assert asked.memory.peak_bytes <= enough
+        assert any("within the time limit" in note for note in asked.notes)
     with pytest.raises(autoshard.InfeasibleError):
         autoshard.optimize(deep, mesh, enough // 3, **options)
     monkeypatch.undo()

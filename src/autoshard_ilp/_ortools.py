@@ -50,8 +50,7 @@ def _load(name: str) -> Any:
             sys.setdlopenflags(flags)
 
 
-_SILENCE = threading.Lock()
-_SILENT: list[int] = []  # the standard output as it was, while several threads may be silent
+_SILENCE = threading.RLock()  # one thread at a time: file descriptors are those of the whole process
 
 
 @contextlib.contextmanager
@@ -61,36 +60,21 @@ def silent_stdout() -> Iterator[None]:
     HiGHS (in OR-Tools 9.15) prints names of its functions ("HighsMipSolverData::transformNewInteger...") whatever
     its parameters say; they would stand in front of the JSON that a command prints.
     """
+    buffers = ctypes.CDLL(None)
     with _SILENCE:
-        silenced = _begin_silence() if not _SILENT else True
-        if silenced:
-            _SILENT.append(_SILENT[0] if _SILENT else os.dup(1))
-            if len(_SILENT) == 1:
-                _point_stdout_to(os.devnull)
-    try:
-        yield
-    finally:
-        with _SILENCE:
-            if silenced:
-                kept = _SILENT.pop()
-                if not _SILENT:
-                    ctypes.CDLL(None).fflush(None)
-                    os.dup2(kept, 1)
-                    os.close(kept)
-
-
-def _begin_silence() -> bool:
-    """Writes out what is in the buffers; False where there is no standard output."""
-    try:
-        sys.stdout.flush()
-        ctypes.CDLL(None).fflush(None)
-        os.fstat(1)
-    except (OSError, ValueError, AttributeError):
-        return False
-    return True
-
-
-def _point_stdout_to(path: str) -> None:
-    nowhere = os.open(path, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
+        try:
+            sys.stdout.flush()
+            buffers.fflush(None)
+            kept = os.dup(1)
+        except (OSError, ValueError, AttributeError):  # there is no standard output
+            yield
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        try:
+            yield
+        finally:
+            buffers.fflush(None)
+            os.dup2(kept, 1)
+            os.close(kept)

@@ -7,13 +7,15 @@ leaves few others. From that plan on the solver looks for cheaper ones for a whi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoshard_ilp.attempt import Failure
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.halving import within
+from autoshard_ilp.infeasible import infeasible
+from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request
 
@@ -26,31 +28,44 @@ BETTER_PART = 0.2
 NOTE = "No plan was found within the time limit; this one was looked for by its memory first. More time may save much."
 
 
-def any_plan(failures: Sequence[Failure], request: Request, progress: Progress) -> tuple[Failure, Any] | None:
-    """The failure for which a plan fits after all, and its solution; None where none is found, or all are proved.
+def any_plan(
+    failures: Sequence[Failure], request: Request, progress: Progress, make: Callable[[Any, Any], Plan]
+) -> tuple[Plan, list[Failure]]:
+    """Some plan that fits, and the failures that stay failures.
 
     Args:
         failures: of the policies tried, in the order in which they hold less and less.
         request: with the budget and the time limit.
         progress: told about the solver's stages.
+        make: the plan of a failure for which there is a solution after all, and of that solution.
+
+    Raises:
+        InfeasibleError: nothing fits, or nothing was found.
     """
+    for failure in reversed([f for f in failures if f.solution.status != "infeasible" and f.built is not None]):
+        solution = _solution(failure, request, progress)
+        if solution is not None:
+            plan = make(failure, solution)
+            return replace(plan, notes=(*plan.notes, NOTE)), [f for f in failures if f is not failure]
+    raise infeasible(failures, request)
+
+
+def _solution(failure: Failure, request: Request, progress: Progress) -> Any | None:
+    """Of the program that was left without a plan; None where none is found that fits."""
     from autoshard_ilp.program import minimum_capacity, solve
 
-    if request.capacity is None:
+    program, limit = failure.built.program, request.solver.time_limit
+    if program.capacity is None:
         return None
-    limit = request.solver.time_limit
-    for failure in reversed([f for f in failures if f.solution.status != "infeasible" and f.built is not None]):
-        program = replace(failure.built.program, capacity=request.capacity)
-        try:
-            least = within(request.solver, LEAST_PART * limit)
-            _, peak, choices = minimum_capacity(program, least, enough=request.capacity)
-        except InfeasibleError:
-            continue
-        if peak > request.capacity:
-            continue
-        with progress.stage("solve"):
-            options = within(request.solver, BETTER_PART * limit)
-            found = solve(program, options, hint=choices, on_progress=progress.tell)
-        known = [b for b in (failure.solution.lower_bound, found.lower_bound) if math.isfinite(b)]
-        return failure, replace(found, lower_bound=min(found.objective, max(known, default=-math.inf)))
-    return None
+    try:
+        least = within(request.solver, LEAST_PART * limit)
+        _, peak, choices = minimum_capacity(program, least, enough=program.capacity)
+    except InfeasibleError:
+        return None
+    if peak > program.capacity:
+        return None
+    with progress.stage("solve"):
+        options = within(request.solver, BETTER_PART * limit)
+        found = solve(program, options, hint=choices, on_progress=progress.tell)
+    known = [b for b in (failure.solution.lower_bound, found.lower_bound) if math.isfinite(b)]
+    return replace(found, lower_bound=min(found.objective, max(known, default=-math.inf)))

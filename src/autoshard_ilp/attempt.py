@@ -111,7 +111,8 @@ def attempt(
 
     def priced(halved: bool) -> Priced:
         with progress.stage("strategies"):
-            table, pinned = price(*facts(), request, halved)
+            known, pinned = facts()
+            table = price(known, pinned, request, halved)
         with progress.stage("costs"):
             return Priced(table, build(step, infos, table, request), pinned)
 
@@ -172,8 +173,8 @@ def read(graph: Any, request: Request) -> tuple[Any, Pinned]:
 
 
 @collector_paused()
-def price(facts: Any, pinned: Pinned, request: Request, halved: bool = False) -> tuple[Any, Pinned]:
-    """The cost table of a graph, and the pins it honours; ``halved`` as in :func:`build_table`."""
+def price(facts: Any, pinned: Pinned, request: Request, halved: bool = False) -> Any:
+    """The cost table of a graph (:func:`read`); ``halved`` as in :func:`build_table`."""
     from autoshard_ilp.costs.collectives import CollectiveCosts
     from autoshard_ilp.costs.prices import Prices, once
     from autoshard_ilp.costs.table import build_table
@@ -184,7 +185,7 @@ def price(facts: Any, pinned: Pinned, request: Request, halved: bool = False) ->
     collectives = CollectiveCosts(links)
     key = (mesh.axis_names, mesh.axis_sizes, request.physical_shape, id(request.profile))
     _, prices = once(request.known, key, lambda: (request.profile, Prices.of(mesh.axis_sizes, collectives)))
-    table = build_table(
+    return build_table(
         facts,
         mesh.axis_names,
         mesh.axis_sizes,
@@ -193,7 +194,6 @@ def price(facts: Any, pinned: Pinned, request: Request, halved: bool = False) ->
         restriction=pinned.restrict,
         halved=halved,
     )
-    return table, pinned
 
 
 @collector_paused()

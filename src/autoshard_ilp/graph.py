@@ -29,7 +29,7 @@ literals); a branch also reads those of the region around its ``cond`` directly.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -167,6 +167,14 @@ class Graph:
             tensor = self.ops[producer].inputs[0]
             producer = self.tensors[tensor].producer
         return tensor
+
+    def readers(self, tensor: int) -> Iterator[Op]:
+        """What reads a tensor, also through hubs."""
+        for reader in (self.ops[c] for c, _ in self.tensors[tensor].consumers):
+            if reader.primitive == "hub":
+                yield from self.readers(reader.outputs[0])
+            else:
+                yield reader
 
     def networkx(self) -> nx.DiGraph:
         """The graph as a ``networkx.DiGraph``, built on demand.

@@ -113,13 +113,9 @@ def solve_halved(
         return one, first, ()
     fine = one if one.table.halved else make(True)
     start = None if first.choices is None else start_of(one.table, fine.table, first.choices)
-    known = {
-        "relaxed": start_of(one.table, fine.table, relaxed),
-        "plan_seconds": PLAN_SHARE * bound_part * left(),
-        "without_memory": first.lower_bound,
-    }
-    second = solve(fine, start, bound_part * left(), **known)
-    second.report["without_memory"] = first.lower_bound
+    seconds = bound_part * left()
+    finer = start_of(one.table, fine.table, relaxed)
+    second = _with_memory(fine, solve, first, start, finer, seconds, plan_seconds=PLAN_SHARE * seconds)
     if second.choices is None and not over(second) and not one.table.halved:
         return one, solve(one, None, bound_part * left(), relaxed=relaxed), ()
     return fine, second, (HALVED,)
@@ -133,10 +129,16 @@ def _alone(one: P, solve: Solve[P], left: Callable[[], float], over: Callable[[A
     relaxed = first.report.pop("relaxed", None)
     if relaxed is None or over(first):
         return first
-    known = {"relaxed": relaxed, "without_memory": first.lower_bound}
-    second = solve(one, first.choices, bound_part * left(), **known)
-    second.report["without_memory"] = first.lower_bound
-    return second
+    return _with_memory(one, solve, first, first.choices, relaxed, bound_part * left())
+
+
+def _with_memory(
+    problem: P, solve: Solve[P], first: Any, start: np.ndarray | None, relaxed: np.ndarray, seconds: float, **more: Any
+) -> Any:
+    """Solves where memory binds, from what ``first`` has shown without it."""
+    found = solve(problem, start, seconds, relaxed=relaxed, without_memory=first.lower_bound, **more)
+    found.report["without_memory"] = first.lower_bound
+    return found
 
 
 def wide(program: Any) -> bool:

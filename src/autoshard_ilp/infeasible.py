@@ -56,7 +56,7 @@ def _pins_at_fault(failures: Sequence[Failure], request: Request, pins: list[str
 
     free = replace(request, pins=None)
     for failure in failures if pins else ():
-        table, _ = price(*read(failure.step.graph, free), free)
+        table = price(*read(failure.step.graph, free), free)
         program = build(failure.step, failure.infos, table, free).program
         _, upper, _ = minimum_capacity(program, request.solver, enough=request.capacity)
         if upper <= request.capacity:

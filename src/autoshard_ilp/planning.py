@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard_ilp.agreement import facts_of_step, planned_once
-from autoshard_ilp.anyplan import NOTE, any_plan
+from autoshard_ilp.anyplan import any_plan
 from autoshard_ilp.attempt import Failure, assemble, attempt, free_peak_bytes
 from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.halving import Binds, wide
-from autoshard_ilp.infeasible import infeasible
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import together
 from autoshard_ilp.progress import Progress
@@ -70,19 +69,22 @@ def _search(
     need, limit = needed_share(request), request.solver.time_limit
     found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
-        failure, solution = any_plan(found.failures, request, progress) or (None, None)
-        if failure is None:
-            raise infeasible(found.failures, request)
-        plan = plan_of_failure(failure, solution, request, progress, mode=traced.mode, batch_size=traced.batch_size)
-        return with_history(plan, policies, [f for f in found.failures if f is not failure])
+        make = _maker(request, progress, mode=traced.mode, batch_size=traced.batch_size)
+        plan, failures = any_plan(found.failures, request, progress, make)
+        return with_history(plan, policies, failures)
     return with_history(found.plan, policies, found.failures)
 
 
-def plan_of_failure(failure: Failure, solution: Any, request: Request, progress: Progress, **options: Any) -> Plan:
-    """The plan of what fitted in the end (:func:`any_plan`); ``options`` are mode, batch size and origin."""
-    own = failure.step, failure.infos, request, progress, failure.table, failure.built, solution
-    plan = assemble(*own, options["mode"], options["batch_size"], dict(options.get("origin") or {}))
-    return replace(plan, notes=(*plan.notes, NOTE))
+def _maker(
+    request: Request, progress: Progress, *, mode: str, batch_size: int, origin: Any = None, **_: Any
+) -> Callable[[Failure, Any], Plan]:
+    """Failure, its solution after all -> plan, as :func:`any_plan` wants it; some options are those of an attempt."""
+
+    def make(failure: Failure, solution: Any) -> Plan:
+        own = failure.step, failure.infos, request, progress, failure.table, failure.built, solution
+        return assemble(*own, mode, batch_size, dict(origin or {}))
+
+    return make
 
 
 class Expected:
@@ -142,10 +144,7 @@ def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **op
     """:func:`attempt`; raises InfeasibleError when nothing fits."""
     found = attempt(step, infos, request, progress, **options)
     if isinstance(found, Failure):
-        failure, solution = any_plan([found], request, progress) or (None, None)
-        if failure is None:
-            raise infeasible([found], request)
-        return plan_of_failure(failure, solution, request, progress, **options)
+        return any_plan([found], request, progress, _maker(request, progress, **options))[0]
     return found
 
 

@@ -11,7 +11,10 @@ convolutions, over whose cost the compiler of libtpu 0.0.42 runs out of stack.)
 from __future__ import annotations
 
 from autoshard_ilp.costs.fusion import RANDOM, fusible
-from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph
+from autoshard_ilp.graph import Graph
+
+LEAST_BYTES = 1024
+"""What holds less may be written whenever XLA likes."""
 
 
 def met_by_random_bits(graph: Graph) -> frozenset[int]:
@@ -24,7 +27,7 @@ def met_by_random_bits(graph: Graph) -> frozenset[int]:
         others = [t for t in op.inputs if t not in drawn and _is_large(graph, t)]
         if op.primitive in RANDOM or (mine and not others and fusible(op)):
             drawn.update(op.outputs)
-        elif any(len(_phases(graph, graph.behind(t, ("hub",)))) == 1 for t in mine):
+        elif any(len({r.phase for r in graph.readers(graph.behind(t, ("hub",)))}) == 1 for t in mine):
             met.update(t for t in others if not _is_constant(graph, t))
     return frozenset(met)
 
@@ -34,19 +37,10 @@ def _draws_again(graph: Graph) -> bool:
 
 
 def _is_large(graph: Graph, tensor: int) -> bool:
-    return graph.tensors[tensor].bytes >= MIN_HUB_ELEMENTS
+    return graph.tensors[tensor].bytes >= LEAST_BYTES
 
 
 def _is_constant(graph: Graph, tensor: int) -> bool:
     """Whether a tensor is one number all over, which is not to be written."""
     producer = graph.tensors[graph.behind(tensor, ("hub",))].producer
     return producer is None or graph.ops[producer].primitive == "broadcast_in_dim"
-
-
-def _phases(graph: Graph, tensor: int) -> set[str]:
-    """Phases in which a tensor is read, also through hubs."""
-    found: set[str] = set()
-    for reader, _ in graph.tensors[tensor].consumers:
-        op = graph.ops[reader]
-        found |= _phases(graph, op.outputs[0]) if op.primitive == "hub" else {op.phase}
-    return found

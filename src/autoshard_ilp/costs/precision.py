@@ -102,17 +102,8 @@ def _widened(graph: Graph) -> Iterator[int]:
         if groups == 1 or kernel[op.params["dimension_numbers"].rhs_spec[1]] == 1:
             continue
         short = graph.tensors[op.outputs[0]].itemsize == NARROW_BYTES
-        if short and all(_widens(graph, reader) for reader in _readers(graph, op.outputs[0])):
+        if short and all(_widens(graph, reader) for reader in graph.readers(op.outputs[0])):
             yield op.outputs[0]
-
-
-def _readers(graph: Graph, tensor: int) -> Iterator[Op]:
-    """What reads a tensor, also through hubs."""
-    for reader in (graph.ops[c] for c, _ in graph.tensors[tensor].consumers):
-        if reader.primitive == "hub":
-            yield from _readers(graph, reader.outputs[0])
-        else:
-            yield reader
 
 
 def _widens(graph: Graph, op: Op) -> bool:

@@ -85,7 +85,7 @@ def reprice(step: Any, infos: Any, request: Any, progress: Any, halved: bool = F
     from autoshard_ilp.attempt import build, price, read
 
     with progress.stage("strategies"):
-        table, _ = price(*read(step.graph, request), request, halved)
+        table = price(*read(step.graph, request), request, halved)
     with progress.stage("costs"):
         built = build(step, infos, table, request)
     return Problem(step, infos, table, built, request, request, built.program)

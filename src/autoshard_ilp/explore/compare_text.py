@@ -29,11 +29,8 @@ def text(comparison: Any, width: int, *, only_ascii: bool = False) -> str:
 
 def _verdict(c: Any) -> str:
     count = sum(len(t.paths) for t in c.tensors)
-    lies = (
-        ("1 tensor lies differently" if count == 1 else f"{count} tensors lie differently")
-        if count
-        else "Every tensor lies the same way"
-    )
+    few = ("Every tensor lies the same way", "1 tensor lies differently")
+    lies = few[count] if count < len(few) else f"{count} tensors lie differently"
     if abs(c.seconds) <= 1e-9 * c.first.cost.total_s:
         return f"{lies}; both plans take {show.seconds(c.first.cost.total_s)} per step."
     how = "slower" if c.seconds > 0 else "faster"

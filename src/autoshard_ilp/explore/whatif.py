@@ -109,8 +109,7 @@ class _Attempt:
 
 def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress) -> Plan:
     """The plan under new options, with as little rematerialisation as fits."""
-    from autoshard_ilp.anyplan import NOTE, any_plan
-    from autoshard_ilp.infeasible import infeasible
+    from autoshard_ilp.anyplan import any_plan
     from autoshard_ilp.planning import Expected, needed_share, with_history
     from autoshard_ilp.rematsearch import blocks_of, memory_share, recomputed_share, search
 
@@ -132,12 +131,12 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
     need, limit = needed_share(request), request.solver.time_limit
     found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
-        failure, solution = any_plan(found.failures, request, progress) or (None, None)
-        if not isinstance(failure, FailedProblem) or failure.problem is None:
-            raise infeasible(found.failures, request)
-        made = plan_of(failure.problem, solution, progress, plan)
-        made = replace(made, notes=(*made.notes, NOTE))
-        return with_history(made, policies, [f for f in found.failures if f is not failure])
+
+        def make(failure: Any, solution: Any) -> Plan:
+            return plan_of(failure.problem, solution, progress, plan)
+
+        made, failures = any_plan(found.failures, request, progress, make)
+        return with_history(made, policies, failures)
     return with_history(found.plan, policies, found.failures)
 
 

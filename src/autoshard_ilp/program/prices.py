@@ -40,6 +40,10 @@ class PricedRows:
                 total += np.array([own[at] for own in f.used])
         return total
 
+    def fits(self, choices: np.ndarray) -> bool:
+        """Whether choices of the nodes still there stay within the capacity in every row."""
+        return bool((self.usage(choices) <= self.capacity).all())
+
     def charge(self, prices: np.ndarray) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray], float]:
         """What ``prices`` add to node costs, to tables, and to the constant."""
         net = self.net

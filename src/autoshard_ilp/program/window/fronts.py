@@ -227,7 +227,7 @@ class _Passes:
         """Take a plan over, and its cost as the limit, where it fits and is within the limit."""
         net, capacity = self.relaxed.net, self.relaxed.capacity
         cost = net.value(choices)
-        if cost > self.within.seconds or (PricedRows(net, capacity).usage(choices) > capacity).any():
+        if cost > self.within.seconds or not PricedRows(net, capacity).fits(choices):
             return False
         self.best, self.within = choices, self._within(cost)
         return True

@@ -50,14 +50,7 @@ def _sweep(
     Returns:
         Per bucket, the least value of the rest of the plan: (groups, measures).
     """
-    values: list[np.ndarray] = []
-    least: list[np.ndarray] = []  # per bucket and group
-    for bucket in buckets:
-        value = value_of(bucket)
-        for child, group in bucket.children:
-            value += least[child][group]
-        values.append(value)
-        least.append(kernels.least_by(bucket.group, value, bucket.groups))
+    values, least = _forwards(buckets, value_of)
     outside = [np.zeros(0)] * len(buckets)
     outside[-1] = constant[None]
     for i in range(len(buckets) - 1, -1, -1):
@@ -69,6 +62,21 @@ def _sweep(
             rest = total[fits] - least[child][group]
             outside[child] = kernels.least_by(group, rest, buckets[child].groups)
     return outside
+
+
+def _forwards(
+    buckets: list[Bucket], value_of: Callable[[Bucket], np.ndarray]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Per bucket the values of its rows with all their children, and the least of each group."""
+    values: list[np.ndarray] = []
+    least: list[np.ndarray] = []
+    for bucket in buckets:
+        value = value_of(bucket)
+        for child, group in bucket.children:
+            value += least[child][group]
+        values.append(value)
+        least.append(kernels.least_by(bucket.group, value, bucket.groups))
+    return values, least
 
 
 def never_too_much(relaxed: Relaxations, buckets: list[Bucket]) -> list[np.ndarray]:
@@ -96,19 +104,12 @@ def completed(relaxed: Relaxations, relations: Relations, chosen: dict[int, int]
         if not rows.any():
             return None
         todo.append((r.bucket, int(r.group[np.flatnonzero(rows)[0]])))
-    values: list[np.ndarray] = []
-    least: list[np.ndarray] = []
-    for bucket in relations.buckets:
-        value = relaxed.value(bucket.cost, bucket.used)[:, :1]
-        for child, group in bucket.children:
-            value += least[child][group]
-        values.append(value[:, 0])
-        least.append(kernels.least_by(bucket.group, value, bucket.groups))
+    values, _ = _forwards(relations.buckets, lambda b: relaxed.value(b.cost, b.used)[:, :1])
     while todo:
         number, own = todo.pop()
         bucket = relations.buckets[number]
         first, last = np.searchsorted(bucket.group, (own, own + 1))
-        row = int(first) + int(np.argmin(values[number][first:last]))
+        row = int(first) + int(np.argmin(values[number][first:last, 0]))
         if bucket.node >= 0:
             choices[bucket.node] = bucket.strategy[row]
         todo += [(child, int(groups[row])) for child, groups in bucket.children]

@@ -142,8 +142,8 @@ class Window:
         choices = completed(self.relaxed, relations, chosen)
         if choices is None:
             return False
-        cost, capacity = self.net.value(choices), self.relaxed.capacity
-        if not cost < self.limit or (PricedRows(self.net, capacity).usage(choices) > capacity).any():
+        cost = self.net.value(choices)
+        if not cost < self.limit or not PricedRows(self.net, self.relaxed.capacity).fits(choices):
             return False
         self.best, self.limit = choices, cost
         self.limits = self.relaxed.limits(cost)
