@@ -51,7 +51,9 @@ FIRST_STEP = 1e-3  # relative, of the first window above the bound
 WIDE_STEP = 1e-4  # .. of a net with more cells
 PART_OF_GAP = 0.6  # .. where a plan is known
 LAST_STEP = 100.0  # the same, of the last one: after it, any plan will do
-WIDER = 0.6  # of the distance between bound and window: the next step
+WIDER = 0.6  # of the distance between bound and window: the next step ..
+QUICK_SECONDS = 0.3  # .. but after a window that took no longer
+QUICK_GROWTH = 4.0  # .. so many times the last one
 WINDOW_SHARE = 0.4  # of the time left, for one window
 NARROWER = 4  # windows that hold too much, before it gives up
 ANY_PLAN = 0.2  # relative gap of a plan that will do, where only some plan is wanted
@@ -80,6 +82,8 @@ class Closing(PricedNet):
             EmptyNodeError: nothing beats the best plan.
         """
         self.improve_prices()
+        if not (self.fresh or self.owner.stop()) and self.gap() > NEAR * abs(self.search.upper):
+            self.fresh = self.owner.combine()
         narrow = self.net.size()["cells"] <= WINDOW_CELLS
         if narrow and not (self.fresh or self.search.done()) and self._windows():
             return self.fresh
@@ -105,7 +109,7 @@ class Closing(PricedNet):
                 self._learn(net, limit, NOTHING)
             if wide and few and known - self.search.upper < CLOSED * (known - self.bound):
                 break  # the good plan is not among few strategies per node
-            near = self.search.upper - self.bound < NEAR * abs(self.search.upper)
+            near = self.search.upper - self.bound < NEAR * abs(self.search.upper) or self.search.too_dear
             if near and self.search.upper < known and not (self.fresh or self.proved):
                 self._shrink()
                 if not self.owner.stop() and self.net.size()["cells"] <= WINDOW_CELLS and self._windows():
@@ -131,11 +135,11 @@ class Closing(PricedNet):
         if search.best is not None:
             first = min(first, PART_OF_GAP * (search.upper - known))
         step, failed, tries = first, math.inf, 0
-        while not (owner.stop() or search.too_dear):  # too dear, any plan will do
+        while not (owner.stop() or (search.too_dear and search.best is None)):  # too dear, first a plan of any kind
             limit = min(known + step, search.upper) if step < LAST_STEP * unit else search.upper
             if limit >= failed:
                 limit = 0.5 * (known + failed)
-            since = time.monotonic()
+            since, alone = time.monotonic(), time.thread_time()
             found = window.solve(limit, self.deadline(WINDOW_SHARE))
             search.add_seconds("window", since)
             if found.choices is not None:
@@ -156,7 +160,8 @@ class Closing(PricedNet):
                 return True
             else:
                 known = limit  # what a window holds grows fast with its distance from the bound
-                step = min(2.0 * step, max(first, WIDER * (known - found.relaxed)))
+                quick = time.thread_time() - alone <= QUICK_SECONDS
+                step = QUICK_GROWTH * step if quick else min(2.0 * step, max(first, WIDER * (known - found.relaxed)))
         return owner.stop()
 
     def _decide(self, left: dict[int, np.ndarray], limit: float) -> bool:

@@ -25,6 +25,9 @@ CELLS = 20_000
 SMALL = 3000
 MUCH = 0.3  # of the largest excess over the capacity
 FIRST_PRICE = 0.1  # of the relaxed cost per capacity
+POOL = 8  # plans combined
+POOL_CELLS = 60_000  # larger combinations are left alone
+POOL_SECONDS = 2.0
 
 
 class Constrained:
@@ -174,6 +177,33 @@ class Constrained:
         if whole:
             self.search.prove(min(net.constant, self.search.upper))
         return self.offer(choices)
+
+    def combine(self) -> list[int]:
+        """The best plan within the strategies of the plans seen; times to add as rows."""
+        search = self.search
+        pool = self.seen[-POOL:] + ([] if search.best is None else [search.best])
+        keep = [np.zeros(len(n.costs), bool) for n in self.program.nodes]
+        for choices in pool:
+            for v, s in enumerate(choices.tolist()):
+                keep[v][s] = True
+        deadline = min(search.deadline, time.monotonic() + POOL_SECONDS)
+        try:
+            net = build_net(self.program, keep, self.rows, self.room.cells)
+            search.presolve(net, 99, 5000, self.capacity)
+            if not net.live:
+                return self.settle(net, whole=False)
+            if sum(f.table.size for f in net.factors.values()) > POOL_CELLS:
+                return []
+            options = CpOptions(deadline, search.options.seed, search.options.workers)
+            result = solve_rows(
+                net, self.program, self.rows, self.capacity, options, upper=search.upper, hint=search.best
+            )
+        except EmptyNodeError:
+            return []
+        fresh = [] if result.choices is None else self.offer(net.complete(result.choices))
+        if result.interrupted:
+            raise KeyboardInterrupt
+        return fresh
 
     def excess(self, choices: np.ndarray) -> np.ndarray:
         """Usage minus capacity at every row, in bytes (float64)."""

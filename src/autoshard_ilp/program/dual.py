@@ -17,8 +17,7 @@ import numpy as np
 from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.core import Descent
-from autoshard_ilp.program.cpsat import CpOptions, solve_rows
-from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
+from autoshard_ilp.program.net import EmptyNodeError, Net
 from autoshard_ilp.program.prices import PricedRows, model_maximiser
 
 if TYPE_CHECKING:
@@ -28,9 +27,6 @@ STEPS = 12
 CLOSE = 0.05  # of the gap: an optimum, or the dual, that near is good enough
 ROUGH = 0.003  # relative gap of a priced optimum before any plan is known
 SWEEPS = 40  # before removing
-POOL = 8  # plans combined
-POOL_CELLS = 60_000  # larger combinations are left alone
-POOL_SECONDS = 2.0
 
 
 @dataclass(eq=False)
@@ -135,7 +131,7 @@ class Dual:
         for plan in plans[-1:]:
             owner.remember(plan)
             if self.whole:
-                fresh = fresh or self.combine()
+                fresh = fresh or owner.combine()
         return fresh
 
     def _remove(self) -> None:
@@ -171,30 +167,3 @@ class Dual:
         over = [i for i in order if float(self.prices @ self.cuts[i][1]) > 0]
         under = [i for i in order if float(self.prices @ self.cuts[i][1]) <= 0]
         return (self.plans[over[0]], self.plans[under[0]]) if over and under else None
-
-    def combine(self) -> list[int]:
-        """The best plan within the strategies of the plans seen; times to add as rows."""
-        owner, search = self.owner, self.owner.search
-        pool = owner.seen[-POOL:] + ([] if search.best is None else [search.best])
-        keep = [np.zeros(len(n.costs), bool) for n in owner.program.nodes]
-        for choices in pool:
-            for v, s in enumerate(choices.tolist()):
-                keep[v][s] = True
-        deadline = min(search.deadline, time.monotonic() + POOL_SECONDS)
-        try:
-            net = build_net(owner.program, keep, owner.rows, owner.room.cells)
-            search.presolve(net, 99, 5000, owner.capacity)
-            if not net.live:
-                return owner.settle(net, whole=False)
-            if sum(f.table.size for f in net.factors.values()) > POOL_CELLS:
-                return []
-            options = CpOptions(deadline, search.options.seed, search.options.workers)
-            result = solve_rows(
-                net, owner.program, owner.rows, owner.capacity, options, upper=search.upper, hint=search.best
-            )
-        except EmptyNodeError:
-            return []
-        fresh = [] if result.choices is None else owner.offer(net.complete(result.choices))
-        if result.interrupted:
-            raise KeyboardInterrupt
-        return fresh

@@ -7,8 +7,10 @@ the best prices for these at once; with every better price other strategies are 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +28,9 @@ STEPS = 3  # of cutting planes, at most
 WIDE_STEPS = 2  # .. of a net whose sweeps take long
 WARM_STEPS = 1  # .. where prices are known for some rows
 LONE_STEPS = 6  # .. where no plan is known, so that a few strategies per node may hold nothing
+SCALES = 10  # multiples of the first prices tried, at most
+SCALE_STEP = 2.0  # from one to the next, and twice as much from there, before plans on both sides are met ..
+NEAR_SCALE = 1.1  # .. and afterwards: enough
 ROUNDS = 3  # of relaxations of a few strategies per node, at most
 CLOSE = 0.05  # of the gap: prices that near to the best are good enough
 CLOSED = 0.1  # of the gap: worth another round
@@ -39,7 +44,9 @@ GAIN = 1e-4  # relative rise of the bound that is worth a guess of its own, if i
 TABLE_CELLS = 5_000  # largest table that presolve makes of what is left
 BEFORE_PRESOLVE = 3.0  # times as many cells as are wanted are worth a presolve
 RELAX_CELLS = 30_000  # of a program whose linear relaxation is quickly solved
-PRICES_SHARE = 0.2  # of the time left, for the first prices
+PRICES_SHARE = 0.2  # of the time left, for the first prices ..
+SHORT_SECONDS = 3.0  # .. or as much as this ..
+SHORT_SHARE = 0.6  # .. but no larger share
 RELAX_SHARE = 0.4  # .. and for one linear relaxation
 WIDE_CELLS = 2_000_000
 FEW = (8, 4, 2)  # strategies per node
@@ -92,14 +99,14 @@ class PricedNet:
             steps = LONE_STEPS
         else:
             steps = WIDE_STEPS if self.wide() else STEPS
-        deadline = self.deadline(PRICES_SHARE)
-        current = self.prices
-        if not current.any():
-            current = np.zeros(len(current))
-            current[int(np.argmax(self.owner.excess(self.owner.relaxed)))] = self.owner.first_price()
+        # Without good prices nothing that follows finds much, however little time there is.
+        short = min(time.monotonic() + SHORT_SECONDS, self.deadline(SHORT_SHARE))
+        deadline = max(self.deadline(PRICES_SHARE), short)
         for x in (self.owner.relaxed, *self.owner.seen):
             self._cut(x)
-        self._cut_planes(current, steps, deadline, SETTLE, RISE)
+        if not self.prices.any():
+            self._scale(self._first_prices(), deadline)
+        self._cut_planes(steps, deadline, SETTLE, RISE)
         for _ in range(ROUNDS):
             before, gap = self.bound, self.gap()
             if self.fresh or self.owner.stop() or time.monotonic() > deadline or not self._price_few():
@@ -107,35 +114,78 @@ class PricedNet:
             if self.bound - before < CLOSED * gap:
                 break
 
-    def _cut_planes(self, current: np.ndarray, steps: int, deadline: float, most: int, rise: float) -> None:
+    def _first_prices(self) -> np.ndarray:
+        """One price, on the row that the relaxed plan exceeds most: where that plan costs as much as one that fits."""
+        (cost, excess), *others = self.cuts
+        first = np.zeros(len(self.prices))
+        row = int(np.argmax(excess))
+        equal = [(c - cost) / (excess[row] - e[row]) for c, e in others if c > cost and e[row] < 0 < excess[row]]
+        first[row] = min(equal, default=self.owner.first_price())
+        return first
+
+    def _scale(self, prices: np.ndarray, deadline: float) -> None:
+        """Multiples of these prices, up to about the one of the best bound.
+
+        Below it, what is decoded takes more than there is, above it less, so that plans are met on the way. Prices
+        wrong by orders of magnitude prove little, and cutting planes take many steps to mend that.
+
+        Args:
+            prices: seconds per byte, some above 0.
+            deadline: monotonic seconds.
+        """
+        low, high, factor, step = 0.0, math.inf, 1.0, SCALE_STEP
+        with self._trying():
+            for _ in range(SCALES):
+                before = len(self.cuts)
+                self._settle_at(factor * prices, RISE, 1)
+                over = len(self.cuts) == before or float(prices @ self.cuts[-1][1]) > 0
+                low, high = (factor, high) if over else (low, factor)
+                late = self.owner.stop() or time.monotonic() > deadline
+                if self.fresh or late or high <= NEAR_SCALE * low:
+                    break
+                if math.isinf(high) or not low:
+                    factor, step = factor * (step if over else 1 / step), 2.0 * step
+                else:
+                    factor = math.sqrt(low * high)
+
+    def _cut_planes(self, steps: int, deadline: float, most: int, rise: float) -> None:
         """Cutting planes over prices: at each, a bound by message passing and a decoded plan, which is a cut.
 
         Args:
-            current: prices to begin with.
-            steps: prices tried.
+            steps: prices tried, the best known first.
             deadline: monotonic seconds.
             most: times sweeps are repeated at each.
             rise: part of the gap by which the bound must rise for more of them.
         """
-        owner, search = self.owner, self.search
-        now, best = self.prices, self.messages.state()
-        box = np.maximum(4.0 * current, owner.first_price())
-        for _ in range(steps):
-            self._move(now, current)
-            now = current
-            self.settle(rise * self.gap(), most)
-            if self.messages.bound > self.bound:
-                self.bound, self.prices, best = self.messages.bound, now, self.messages.state()
-                search.prove(min(self.bound, search.upper))
-            late = owner.stop() or time.monotonic() > deadline
-            found = None if self.fresh or late else model_maximiser(self.cuts, box, owner.capacity)
-            if found is None:
-                break
-            target, value, box = found
-            if value - self.bound <= CLOSE * self.gap():
-                break
-            current = 0.5 * (self.prices + target)
-        self.messages.restore(best)
+        current = self.prices
+        box = np.maximum(4.0 * current, current.max(initial=0.0) or self.owner.first_price())
+        with self._trying():
+            for _ in range(steps):
+                self._settle_at(current, rise, most)
+                late = self.owner.stop() or time.monotonic() > deadline
+                found = None if self.fresh or late else model_maximiser(self.cuts, box, self.owner.capacity)
+                if found is None:
+                    break
+                target, value, box = found
+                if value - self.bound <= CLOSE * self.gap():
+                    break
+                current = 0.5 * (self.prices + target)
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Inside, :meth:`_settle_at` may be called; at the end, messages are those of the best bound met."""
+        self._charged, self._best = self.prices, self.messages.state()
+        yield
+        self.messages.restore(self._best)
+
+    def _settle_at(self, prices: np.ndarray, rise: float, most: int) -> None:
+        """Charges these prices and settles; the bound is kept if it is the best, with its prices and messages."""
+        self._move(self._charged, prices)
+        self._charged = prices
+        self.settle(rise * self.gap(), most)
+        if self.messages.bound > self.bound:
+            self.bound, self.prices, self._best = self.messages.bound, prices, self.messages.state()
+            self.search.prove(min(self.bound, self.search.upper))
 
     def _price_few(self) -> bool:
         """One relaxation of a few strategies per node; False where it says nothing.
@@ -173,7 +223,7 @@ class PricedNet:
 
     def raise_bound(self, steps: int) -> None:
         """Sweep for long, at the best prices and at those that plans met on the way ask for."""
-        self._cut_planes(self.prices, steps, self.search.deadline, LONG_SETTLE, 0.0)
+        self._cut_planes(steps, self.search.deadline, LONG_SETTLE, 0.0)
 
     def better_prices(self, prices: np.ndarray) -> bool:
         """Takes these prices if their bound is better; False when it did not gain much."""

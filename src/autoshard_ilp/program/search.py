@@ -15,6 +15,7 @@ from autoshard_ilp.program.net import Net
 from autoshard_ilp.program.presolve import Presolve
 
 PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below this
+ROUGHLY = 0.1  # relative gap, to a plan or a cutoff, that is as good as needed where memory is too dear
 
 
 @dataclass
@@ -110,16 +111,16 @@ class Search:
         return self.without_memory > 0 and self.lower * (1.0 - self.dear) >= self.without_memory
 
     def done(self) -> bool:
-        """Proved to the gap asked for, or too dear and not without a plan or a cutoff.
+        """Proved to the gap asked for, or too dear and roughly known.
 
         A cutoff is no plan: what is cheaper, if only a little, is still looked for.
         """
         if math.isinf(self.upper):
             return False
-        if self.best is None:
-            return self.lower >= self.upper or self.too_dear
-        gap = max(self.options.relative_gap, PROOF) * abs(self.upper)
-        return self.upper - self.lower <= gap + self.rounding or self.too_dear
+        gap = 0.0 if self.best is None else max(self.options.relative_gap, PROOF) * abs(self.upper) + self.rounding
+        if self.too_dear:
+            gap = max(gap, ROUGHLY * abs(self.upper))
+        return self.upper - self.lower <= gap
 
     @property
     def rounding(self) -> float:
