@@ -115,3 +115,15 @@ def test_a_search_ends_once_memory_is_proved_to_be_dear() -> None:
         assert beaten.lower_bound <= best.objective * (1 + 1e-9)
         assert beaten.choices is not None or beaten.lower_bound >= cutoff * (1 - ROUGHLY)
     assert ended > 0
+
+
+def test_any_assignment_may_show_where_memory_binds() -> None:
+    """Each node's cheapest strategy by itself, which may be impossible: the answer is the same."""
+    impossible = 0
+    for _, program in tight_programs(20, 9, "random", 0.2):
+        alone = np.array([int(np.argmin(node.costs)) for node in program.nodes], np.int64)
+        impossible += math.isinf(program.cost(alone))
+        found = solve(program, OPTIONS, relaxed=alone)
+        assert found.status == "optimal"
+        assert found.objective == pytest.approx(brute_force(program).objective, rel=1e-9)
+    assert impossible > 0

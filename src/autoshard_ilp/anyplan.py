@@ -13,7 +13,7 @@ from typing import Any
 
 from autoshard_ilp.attempt import Failure
 from autoshard_ilp.errors import InfeasibleError
-from autoshard_ilp.halving import within
+from autoshard_ilp.halving import cheapest, within
 from autoshard_ilp.infeasible import infeasible
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
@@ -66,6 +66,6 @@ def _solution(failure: Failure, request: Request, progress: Progress) -> Any | N
         return None
     with progress.stage("solve"):
         options = within(request.solver, BETTER_PART * limit)
-        found = solve(program, options, hint=choices, on_progress=progress.tell)
+        found = solve(program, options, hint=choices, relaxed=cheapest(program), on_progress=progress.tell)
     known = [b for b in (failure.solution.lower_bound, found.lower_bound) if math.isfinite(b)]
     return replace(found, lower_bound=min(found.objective, max(known, default=-math.inf)))

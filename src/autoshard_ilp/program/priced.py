@@ -28,9 +28,12 @@ STEPS = 3  # of cutting planes, at most
 WIDE_STEPS = 2  # .. of a net whose sweeps take long
 WARM_STEPS = 1  # .. where prices are known for some rows
 LONE_STEPS = 6  # .. where no plan is known, so that a few strategies per node may hold nothing
-SCALES = 10  # multiples of the first prices tried, at most
-SCALE_STEP = 2.0  # from one to the next, and twice as much from there, before plans on both sides are met ..
-NEAR_SCALE = 1.1  # .. and afterwards: enough
+SCALES = 12  # of the first prices tried, at most ..
+PLAN_SCALES = 4  # .. and dearer ones after that, until a plan fits
+SCALE_STEP = 2.0  # from one price to the next, and twice as much from there, until it has been too low and too high ..
+NEAR_SCALE = 1.1  # .. and then the root of it; such a step is small enough
+FRESH_SCALE = 0.3  # of the largest price, at a row that proves too small
+PLAN_STEP = 2.0
 ROUNDS = 3  # of relaxations of a few strategies per node, at most
 CLOSE = 0.05  # of the gap: prices that near to the best are good enough
 CLOSED = 0.1  # of the gap: worth another round
@@ -39,7 +42,8 @@ SWEEPS = 10
 SETTLE = 6  # times SWEEPS, at most, after prices have changed
 LONG_SETTLE = 40  # .. where nothing else is left to try
 STALL = 1e-5  # relative rise of the bound that is worth more sweeps
-RISE = 0.02  # of the gap: the same, while prices are still looked for
+RISE = 0.02  # of the gap: the same, while prices are still looked for ..
+ROUGH_GAP = 0.02  # .. and of a gap that is at most this large
 GAIN = 1e-4  # relative rise of the bound that is worth a guess of its own, if it is as much of the gap as CLOSED
 TABLE_CELLS = 5_000  # largest table that presolve makes of what is left
 BEFORE_PRESOLVE = 3.0  # times as many cells as are wanted are worth a presolve
@@ -106,6 +110,8 @@ class PricedNet:
             self._cut(x)
         if not self.prices.any():
             self._scale(self._first_prices(), deadline)
+        elif self.search.best is None:
+            self._scale(self.prices, deadline)
         self._cut_planes(steps, deadline, SETTLE, RISE)
         for _ in range(ROUNDS):
             before, gap = self.bound, self.gap()
@@ -116,37 +122,42 @@ class PricedNet:
 
     def _first_prices(self) -> np.ndarray:
         """One price, on the row that the relaxed plan exceeds most: where that plan costs as much as one that fits."""
-        (cost, excess), *others = self.cuts
+        owner = self.owner
+        cost, excess = owner.program.cost(owner.relaxed), owner.excess(owner.relaxed)
         first = np.zeros(len(self.prices))
         row = int(np.argmax(excess))
-        equal = [(c - cost) / (excess[row] - e[row]) for c, e in others if c > cost and e[row] < 0 < excess[row]]
+        equal = [(c - cost) / (excess[row] - e[row]) for c, e in self.cuts if c > cost and e[row] < 0 < excess[row]]
         first[row] = min(equal, default=self.owner.first_price())
         return first
 
     def _scale(self, prices: np.ndarray, deadline: float) -> None:
-        """Multiples of these prices, up to about the one of the best bound.
+        """Prices of about the right order, row by row, and plans that fit met on the way.
 
-        Below it, what is decoded takes more than there is, above it less, so that plans are met on the way. Prices
+        What is decoded holds too much at a row whose price is too low, and room is left where it is too high. Prices
         wrong by orders of magnitude prove little, and cutting planes take many steps to mend that.
 
         Args:
             prices: seconds per byte, some above 0.
             deadline: monotonic seconds.
         """
-        low, high, factor, step = 0.0, math.inf, 1.0, SCALE_STEP
+        step, sign, crossed = np.full(len(prices), SCALE_STEP), np.zeros(len(prices)), np.zeros(len(prices), bool)
         with self._trying():
-            for _ in range(SCALES):
+            for tried in range(SCALES + PLAN_SCALES):
                 before = len(self.cuts)
-                self._settle_at(factor * prices, RISE, 1)
-                over = len(self.cuts) == before or float(prices @ self.cuts[-1][1]) > 0
-                low, high = (factor, high) if over else (low, factor)
+                self._settle_at(prices, RISE, 1)
                 late = self.owner.stop() or time.monotonic() > deadline
-                if self.fresh or late or high <= NEAR_SCALE * low:
+                near = bool((step[prices > 0] <= NEAR_SCALE).all())
+                if self.fresh or late or ((near or tried >= SCALES) and self.search.best is not None):
                     break
-                if math.isinf(high) or not low:
-                    factor, step = factor * (step if over else 1 / step), 2.0 * step
-                else:
-                    factor = math.sqrt(low * high)
+                if near or tried >= SCALES or len(self.cuts) == before:
+                    prices = PLAN_STEP * prices  # dear enough that plans fit
+                    continue
+                now = np.sign(self.cuts[-1][1])
+                fresh = (prices == 0) & (now > 0)
+                crossed |= (now * sign < 0) & (prices > 0)
+                step = np.where(crossed, np.sqrt(step), np.where(now == sign, 2.0 * step, step))
+                prices = np.where(fresh, prices.max() * FRESH_SCALE, prices * step**now)
+                sign = now
 
     def _cut_planes(self, steps: int, deadline: float, most: int, rise: float) -> None:
         """Cutting planes over prices: at each, a bound by message passing and a decoded plan, which is a cut.
@@ -182,7 +193,8 @@ class PricedNet:
         """Charges these prices and settles; the bound is kept if it is the best, with its prices and messages."""
         self._move(self._charged, prices)
         self._charged = prices
-        self.settle(rise * self.gap(), most)
+        # The gap of a poor plan says little; what is decoded from messages that still change much is poor too.
+        self.settle(rise * min(self.gap(), ROUGH_GAP * abs(self.bound)), most)
         if self.messages.bound > self.bound:
             self.bound, self.prices, self._best = self.messages.bound, prices, self.messages.state()
             self.search.prove(min(self.bound, self.search.upper))

@@ -164,7 +164,7 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
 
     def done() -> bool:
         # What matters of a relaxation whose optimum is almost known, and does not fit, is only where to go on from.
-        if not state["fits"] and (len(descent.log) > ENOUGH_ROUNDS or descent.branching):
+        if not state["fits"] and (len(descent.log) > ENOUGH_ROUNDS or descent.branching or descent.widening):
             return True
         if state["best"] is None:  # a cutoff is no plan
             return bool(state["lower"] >= state["upper"])
