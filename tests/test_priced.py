@@ -85,3 +85,24 @@ def test_few_strategies_that_hold_no_plan_prove_nothing(monkeypatch: pytest.Monk
         without += priced_net(tight, relaxed).few(10**9) is None
         assert solve(tight, OPTIONS).objective == pytest.approx(brute_force(tight).objective, rel=1e-9)
     assert without > 0
+
+
+def test_plans_that_hold_too_much_are_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any plan of its own, the search gets most of them from what holds too much; none is below the optimum."""
+    monkeypatch.setattr(priced, "ROUNDS", 0)
+    monkeypatch.setattr(priced, "SCALES", 1)
+    monkeypatch.setattr(priced, "PLAN_SCALES", 0)
+    found, asked = 0, 0
+    for program, relaxed in cases():
+        net = priced_net(program, relaxed)
+        net.improve_prices()
+        if net.search.best is not None:
+            continue
+        asked += 1
+        net.owner.remember(relaxed)
+        net.repair()
+        if net.search.best is not None:
+            found += 1
+            assert program.peak(net.search.best) <= program.capacity
+            assert net.search.upper >= brute_force(program).objective * (1 - 1e-9)
+    assert found > 0.3 * asked > 0

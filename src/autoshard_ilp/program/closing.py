@@ -83,7 +83,8 @@ class Closing(PricedNet):
         """
         self.improve_prices()
         if not (self.fresh or self.owner.stop()) and self.gap() > NEAR * abs(self.search.upper):
-            self.fresh = self.owner.combine()
+            self.repair()
+            self.fresh = self.fresh or self.owner.combine()
         narrow = self.net.size()["cells"] <= WINDOW_CELLS
         if narrow and not (self.fresh or self.search.done()) and self._windows():
             return self.fresh

@@ -34,6 +34,9 @@ SCALE_STEP = 2.0  # from one price to the next, and twice as much from there, un
 NEAR_SCALE = 1.1  # .. and then the root of it; such a step is small enough
 FRESH_SCALE = 0.3  # of the largest price, at a row that proves too small
 PLAN_STEP = 2.0
+REPAIRED = 2  # plans met
+REPAIRS = 16  # times their prices are raised, at most ..
+REPAIR_STEP = 1.5  # .. to so many times as much
 ROUNDS = 3  # of relaxations of a few strategies per node, at most
 CLOSE = 0.05  # of the gap: prices that near to the best are good enough
 CLOSED = 0.1  # of the gap: worth another round
@@ -198,6 +201,26 @@ class PricedNet:
         if self.messages.bound > self.bound:
             self.bound, self.prices, self._best = self.messages.bound, prices, self.messages.state()
             self.search.prove(min(self.bound, self.search.upper))
+
+    def repair(self) -> None:
+        """Plans met that hold too much, changed node by node at ever higher prices until they fit."""
+        owner, start = self.owner, self.messages.state()
+        for plan in [x for x in owner.seen[-REPAIRED:] if self.net.contains(x)]:
+            prices = self.prices
+            for _ in range(REPAIRS):
+                excess = owner.excess(plan)
+                if (excess <= 0).all():
+                    owner.remember(plan)
+                    self.fresh += [t for t in owner.offer(plan)[:1] if t not in self.fresh]  # where each does not fit
+                    break
+                higher = np.maximum(prices, FRESH_SCALE * prices.max(initial=0.0)) * REPAIR_STEP
+                higher = np.where(excess > 0, higher, prices)
+                self._move(prices, higher)
+                prices = higher
+                plan = self.net.complete(self.messages.improve(plan))
+            self.messages.restore(start)
+            if owner.stop():
+                break
 
     def _price_few(self) -> bool:
         """One relaxation of a few strategies per node; False where it says nothing.
