@@ -34,6 +34,7 @@ SCALE_STEP = 2.0  # from one price to the next, and twice as much from there, un
 NEAR_SCALE = 1.1  # .. and then the root of it; such a step is small enough
 FRESH_SCALE = 0.3  # of the largest price, at a row that proves too small
 PLAN_STEP = 2.0
+MOST_SCALE = 1e6  # of a first price: costs still count beside so dear bytes, in float64
 REPAIRED = 2  # plans met
 REPAIRS = 16  # times their prices are raised, at most ..
 REPAIR_STEP = 1.5  # .. to so many times as much
@@ -143,10 +144,12 @@ class PricedNet:
             prices: seconds per byte, some above 0.
             deadline: monotonic seconds.
         """
+        most = MOST_SCALE * self.owner.first_price()
         step, sign, crossed = np.full(len(prices), SCALE_STEP), np.zeros(len(prices)), np.zeros(len(prices), bool)
         with self._trying():
             for tried in range(SCALES + PLAN_SCALES):
                 before = len(self.cuts)
+                prices = np.minimum(prices, most)
                 self._settle_at(prices, RISE, 1)
                 late = self.owner.stop() or time.monotonic() > deadline
                 near = bool((step[prices > 0] <= NEAR_SCALE).all())
