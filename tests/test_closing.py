@@ -113,6 +113,7 @@ def test_a_search_ends_once_memory_is_proved_to_be_dear() -> None:
         cutoff = best.objective * 1.5
         beaten = solve(program, OPTIONS, dear=0.02, cutoff=cutoff)
         assert beaten.lower_bound <= best.objective * (1 + 1e-9)
+        assert beaten.choices is not None or beaten.report["too_dear"]
         assert beaten.choices is not None or beaten.lower_bound >= cutoff * (1 - ROUGHLY)
     assert ended > 0
 

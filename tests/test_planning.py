@@ -33,7 +33,6 @@ def test_the_step_is_flattened_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     mesh, options = {"data": 2}, {"batch_size": 4096, "hardware": "h100"}
     free = autoshard.optimize(deep, mesh, remat="never", **options)  # type: ignore[arg-type]
-
     monkeypatch.setattr(flatten, "flatten", counted)
     plan = autoshard.optimize(deep, mesh, int(0.6 * free.memory.peak_bytes), **options)  # type: ignore[arg-type]
     assert plan.remat, "the budget asks for recomputation, so more than one policy was tried"

@@ -131,7 +131,7 @@ class PricedNet:
         first = np.zeros(len(self.prices))
         row = int(np.argmax(excess))
         equal = [(c - cost) / (excess[row] - e[row]) for c, e in self.cuts if c > cost and e[row] < 0 < excess[row]]
-        first[row] = min(equal, default=self.owner.first_price())
+        first[row] = min(equal, default=owner.first_price())
         return first
 
     def _scale(self, prices: np.ndarray, deadline: float) -> None:
