@@ -31,6 +31,12 @@ WIDE_CELLS = 3_000_000
 PLAN_SHARE = 0.6
 """Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
 
+BOUND_SECONDS = 8.0
+"""What a part of the time is not to be smaller than where memory binds, since less shows little ..."""
+
+BOUND_SHARE = 0.5
+"""... as long as that is no larger share of what is left."""
+
 
 class Binds(Enum):
     """Whether memory binds, as far as is known beforehand."""
@@ -84,7 +90,7 @@ def solve_halved(
         binds: where memory is likely to bind, the larger program is looked at first; where it surely does, it is solved
             at once.
         free_part: of the time left, what the proof may take as long as memory does not bind.
-        bound_part: of the time left then, what it may take where memory binds.
+        bound_part: of the time left then, what it may take where memory binds (a little time is not divided so much).
 
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
@@ -94,6 +100,9 @@ def solve_halved(
     def left() -> float:
         return max(0.0, time_limit - (clock() - began))
 
+    def part() -> float:
+        return max(bound_part * left(), min(BOUND_SECONDS, BOUND_SHARE * left()))
+
     def over(found: Any) -> bool:
         known = found.status in ("infeasible", "optimal") or found.lower_bound >= cutoff
         ended = found.report.get("interrupted") or found.report.get("too_dear")
@@ -102,7 +111,7 @@ def solve_halved(
     for halved in (False,) if binds is Binds.PERHAPS else (True, False):
         one = make(halved)
         if not splittable(one):
-            return one, _alone(one, solve, left, over, bound_part), ()
+            return one, _alone(one, solve, left, over, part if bound_part < 1 else None), ()
         if binds is Binds.SURELY:
             return one, solve(one, None, left(), relaxed=cheapest(one.program)), (HALVED,)
         first = solve(one, None, LOOK_SHARE * time_limit if halved else free_part * left(), rows=False)
@@ -113,23 +122,25 @@ def solve_halved(
         return one, first, ()
     fine = one if one.table.halved else make(True)
     start = None if first.choices is None else start_of(one.table, fine.table, first.choices)
-    seconds = bound_part * left()
+    seconds = part()
     finer = start_of(one.table, fine.table, relaxed)
     second = _with_memory(fine, solve, first, start, finer, seconds, plan_seconds=PLAN_SHARE * seconds)
     if second.choices is None and not over(second) and not one.table.halved:
-        return one, solve(one, None, bound_part * left(), relaxed=relaxed), ()
+        return one, solve(one, None, part(), relaxed=relaxed), ()
     return fine, second, (HALVED,)
 
 
-def _alone(one: P, solve: Solve[P], left: Callable[[], float], over: Callable[[Any], bool], bound_part: float) -> Any:
-    """Solves the one program there is; where memory binds, within ``bound_part`` of the time left then."""
-    if bound_part == 1 or one.program.capacity is None:
+def _alone(
+    one: P, solve: Solve[P], left: Callable[[], float], over: Callable[[Any], bool], part: Callable[[], float] | None
+) -> Any:
+    """Solves the one program there is; where memory binds, within a ``part`` of the time left then, in seconds."""
+    if part is None or one.program.capacity is None:
         return solve(one, None, left())
     first = solve(one, None, left(), rows=False)
     relaxed = first.report.pop("relaxed", None)
     if relaxed is None or over(first):
         return first
-    return _with_memory(one, solve, first, first.choices, relaxed, bound_part * left())
+    return _with_memory(one, solve, first, first.choices, relaxed, part())
 
 
 def _with_memory(

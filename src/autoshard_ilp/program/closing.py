@@ -52,7 +52,9 @@ WIDE_STEP = 1e-4  # .. of a net with more cells
 PART_OF_GAP = 0.6  # .. where a plan is known
 LAST_STEP = 100.0  # the same, of the last one: after it, any plan will do
 WIDER = 0.6  # of the distance between bound and window: the next step ..
-QUICK_SECONDS = 0.3  # .. but after a window that took no longer
+QUICK_SECONDS = 0.3  # .. but after a window that took no longer ..
+SAME_SECONDS = 1.0  # .. or no longer than this ..
+SAME = 1.5  # .. and than so many times the quickest ..
 QUICK_GROWTH = 4.0  # .. so many times the last one
 WINDOW_SHARE = 0.4  # of the time left, for one window
 NARROWER = 4  # windows that hold too much, before it gives up
@@ -74,6 +76,7 @@ class Closing(PricedNet):
         self.proved = False
         self.few_tried: float | None = None  # the best plan, in seconds, when few strategies per node were last tried
         self.tried = -math.inf  # the widest limit solved so far, in seconds
+        self.step = 0.0  # seconds from one window to the next, once some were solved
 
     def run(self) -> list[int]:
         """Times at which a plan that satisfies the rows does not fit; none when proved, given up or out of time.
@@ -82,10 +85,12 @@ class Closing(PricedNet):
             EmptyNodeError: nothing beats the best plan.
         """
         self.improve_prices()
+        narrow = self.net.size()["cells"] <= WINDOW_CELLS
+        if narrow and not (self.fresh or self.search.done()) and self._windows(QUICK_SECONDS):
+            return self.fresh
         if not (self.fresh or self.owner.stop()) and self.gap() > NEAR * abs(self.search.upper):
             self.repair()
             self.fresh = self.fresh or self.owner.combine()
-        narrow = self.net.size()["cells"] <= WINDOW_CELLS
         if narrow and not (self.fresh or self.search.done()) and self._windows():
             return self.fresh
         if self.bound < self.search.without_memory and not self.search.done():
@@ -124,8 +129,8 @@ class Closing(PricedNet):
                 self._windows()
         return self.fresh
 
-    def _windows(self) -> bool:
-        """The optimum within ever wider limits; False where these hold too much."""
+    def _windows(self, each: float = math.inf) -> bool:
+        """The optimum within ever wider limits; False where these hold too much, or one takes ``each`` CPU seconds."""
         search, owner = self.search, self.owner
         if self.wide():
             return False
@@ -135,14 +140,15 @@ class Closing(PricedNet):
         first = unit * (WIDE_STEP if self.net.size()["cells"] > WINDOW_CELLS else FIRST_STEP)
         if search.best is not None:
             first = min(first, PART_OF_GAP * (search.upper - known))
-        step, failed, tries = first, math.inf, 0
-        while not (owner.stop() or (search.too_dear and search.best is None)):  # too dear, first a plan of any kind
+        step, failed, tries, quickest = max(first, self.step), math.inf, 0, SAME_SECONDS / SAME
+        while not (owner.stop() or (search.too_dear and math.isinf(search.upper))):  # first a plan of any kind
             limit = min(known + step, search.upper) if step < LAST_STEP * unit else search.upper
             if limit >= failed:
                 limit = 0.5 * (known + failed)
             since, alone = time.monotonic(), time.thread_time()
-            found = window.solve(limit, self.deadline(WINDOW_SHARE))
+            found = window.solve(limit, min(self.deadline(WINDOW_SHARE), since + each))
             search.add_seconds("window", since)
+            took = time.thread_time() - alone
             if found.choices is not None:
                 self._offer(self.net, found.choices)
             search.prove(min(found.bound, search.upper))
@@ -151,6 +157,8 @@ class Closing(PricedNet):
                     return True
                 known = limit
             elif found.status == "unknown":
+                if math.isfinite(each):
+                    return False
                 failed, tries = limit, tries + 1
                 if tries > NARROWER:
                     return False
@@ -159,9 +167,12 @@ class Closing(PricedNet):
                     raise EmptyNodeError("rows")
                 self.proved = not self.fresh
                 return True
+            elif took > each:
+                return False
             else:
-                known = limit  # what a window holds grows fast with its distance from the bound
-                quick = time.thread_time() - alone <= QUICK_SECONDS
+                known, self.step = limit, step  # what a window holds grows fast with its distance from the bound
+                quickest = min(quickest, took)
+                quick = took <= max(QUICK_SECONDS, SAME * quickest)
                 step = QUICK_GROWTH * step if quick else min(2.0 * step, max(first, WIDER * (known - found.relaxed)))
         return owner.stop()
 

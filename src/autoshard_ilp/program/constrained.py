@@ -20,13 +20,13 @@ from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weigh
 from autoshard_ilp.program.memory import Owners, Row, violated_times
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.search import Search
+from autoshard_ilp.program.window.window import Window
 
 CELLS = 20_000
 SMALL = 3000
 MUCH = 0.3  # of the largest excess over the capacity
 FIRST_PRICE = 0.1  # of the relaxed cost per capacity
 POOL = 8  # plans combined
-POOL_CELLS = 60_000  # larger combinations are left alone
 POOL_SECONDS = 2.0
 
 
@@ -186,24 +186,18 @@ class Constrained:
         for choices in pool:
             for v, s in enumerate(choices.tolist()):
                 keep[v][s] = True
-        deadline = min(search.deadline, time.monotonic() + POOL_SECONDS)
         try:
             net = build_net(self.program, keep, self.rows, self.room.cells)
             search.presolve(net, 99, 5000, self.capacity)
             if not net.live:
                 return self.settle(net, whole=False)
-            if sum(f.table.size for f in net.factors.values()) > POOL_CELLS:
-                return []
-            options = CpOptions(deadline, search.options.seed, search.options.workers)
-            result = solve_rows(
-                net, self.program, self.rows, self.capacity, options, upper=search.upper, hint=search.best
-            )
+            reduce.compress_all(net)
+            price = np.full(len(self.rows), self.first_price())
+            deadline = min(search.deadline, time.monotonic() + POOL_SECONDS)
+            found = Window(net, self.capacity, [price], deadline).solve(search.upper, deadline)
         except EmptyNodeError:
             return []
-        fresh = [] if result.choices is None else self.offer(net.complete(result.choices))
-        if result.interrupted:
-            raise KeyboardInterrupt
-        return fresh
+        return [] if found.choices is None else self.offer(net.complete(found.choices))
 
     def excess(self, choices: np.ndarray) -> np.ndarray:
         """Usage minus capacity at every row, in bytes (float64)."""

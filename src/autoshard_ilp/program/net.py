@@ -14,8 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard_ilp.program.kernels_labels import numbered
 from autoshard_ilp.program.memory import Row
 from autoshard_ilp.program.model import Program
+
+MOST_CODES = 2**62
+FEW_CODES = 2**13  # of one number each: looked through faster than sorted
 
 
 class EmptyNodeError(Exception):
@@ -271,12 +275,16 @@ def joint_labels(
     Returns:
         The joint label of every strategy (-1 where not alive), and per input the joint-to-own label map.
     """
-    code = labels[0][alive]
+    code, most = labels[0][alive], counts[0]
     for lab, count in zip(labels[1:], counts[1:], strict=True):
-        code = code * count + lab[alive]
-        if count > 1 and len(labels) > 2:  # keep codes small: products of many counts overflow
+        if most * count > MOST_CODES:
             code = np.unique(code, return_inverse=True)[1]
-    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+            most = int(code.max(initial=0)) + 1
+        code, most = code * count + lab[alive], most * count
+    if most <= FEW_CODES:
+        first, inverse = numbered(code, most)
+    else:
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
     joint = np.full(size, -1, np.int64)
     joint[alive] = inverse
     return joint, [lab[alive[first]] for lab in labels]

@@ -77,3 +77,25 @@ def least_by(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
         for k in range(values.shape[1]):
             out[index[i], k] = min(out[index[i], k], values[i, k])
     return out
+
+
+@njit(cache=True)
+def labels_together(nodes: np.ndarray, sizes: np.ndarray, own: int, alive: np.ndarray, product: np.ndarray) -> float:
+    """Product over nodes, but ``own``, of their labels in all relations together, at most what is alive of each.
+
+    Args:
+        nodes, sizes: of all relations one after the other: the nodes of each, and how many labels these have in it.
+        own: a node that is left out.
+        alive: per node, its strategies.
+        product: per node, zeros; they are zeros again afterwards.
+    """
+    together = 1.0
+    for i in range(len(nodes)):
+        v = nodes[i]
+        product[v] = sizes[i] if product[v] == 0 else product[v] * sizes[i]
+    for i in range(len(nodes)):
+        v = nodes[i]
+        if v != own and product[v] > 0:
+            together *= min(product[v], float(alive[v]))
+        product[v] = 0
+    return together

@@ -179,22 +179,6 @@ class Relations:
             if not fits.all():
                 r.keep(fits)
 
-    def width(self, v: int) -> float:
-        """Groups of the bucket of ``v``, at most: labels of its neighbours together, or rows that the join can have."""
-        labels: dict[int, int] = {}
-        matches = np.ones(len(self.alive[v]))
-        for number in self.incident[v]:
-            r = self.relations[number]
-            for w, size, column, own in zip(r.scope, r.sizes, r.columns, r.labels, strict=True):
-                if w == v:
-                    matches *= np.bincount(column, minlength=size)[own[self.alive[v]]]
-                else:
-                    labels[w] = labels.get(w, 1) * size
-        width = 1.0
-        for w, count in labels.items():
-            width *= min(count, len(self.alive[w]))
-        return min(width, float(matches.sum()))
-
     def eliminate(self, v: int, most: int) -> list[int] | None:
         """Join all relations of ``v`` and leave one over its neighbours; these, or None where rows exceed ``most``.
 

@@ -21,6 +21,7 @@ from autoshard_ilp.program.window.partial import completed, keep_wanted
 from autoshard_ilp.program.window.relations import Relations
 from autoshard_ilp.program.window.relaxations import Relaxations
 from autoshard_ilp.program.window.tighten import tighten
+from autoshard_ilp.program.window.widths import Widths
 
 ROWS = 20_000  # of a bucket, at first
 MOST_ROWS = 1_300_000
@@ -168,7 +169,8 @@ class Window:
 
     def _narrow(self, relations: Relations, most: int) -> None:
         """Eliminate every node whose bucket has at most that many rows, narrow ones first."""
-        width = {v: relations.width(v) for v in relations.live}
+        widths = Widths(relations)
+        width = {v: widths.of(v) for v in relations.live}
         heap = [(w, v) for v, w in width.items()]
         heapq.heapify(heap)
         while heap and time.monotonic() < self.deadline:
@@ -177,5 +179,5 @@ class Window:
                 continue
             del width[v]
             for w in relations.eliminate(v, most) or ():
-                width[w] = relations.width(w)
+                width[w] = widths.of(w)
                 heapq.heappush(heap, (width[w], w))
