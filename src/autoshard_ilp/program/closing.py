@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program.combining import combine
 from autoshard_ilp.program.milp import Milp, MilpResult
 from autoshard_ilp.program.net import EmptyNodeError, Net
 from autoshard_ilp.program.priced import BEFORE_PRESOLVE, CLOSED, TABLE_CELLS, PricedNet
@@ -88,9 +89,7 @@ class Closing(PricedNet):
         narrow = self.net.size()["cells"] <= WINDOW_CELLS
         if narrow and not (self.fresh or self.search.done()) and self._windows(QUICK_SECONDS):
             return self.fresh
-        if not (self.fresh or self.owner.stop()) and self.gap() > NEAR * abs(self.search.upper):
-            self.repair()
-            self.fresh = self.fresh or self.owner.combine()
+        self._better_plan()
         if narrow and not (self.fresh or self.search.done()) and self._windows():
             return self.fresh
         if self.bound < self.search.without_memory and not self.search.done():
@@ -128,6 +127,17 @@ class Closing(PricedNet):
             else:
                 self._windows()
         return self.fresh
+
+    def _better_plan(self) -> None:
+        """A plan, where none is known, or a better one, from those met."""
+        search, owner = self.search, self.owner
+        if owner.stop() or (search.best is not None and (self.fresh or self.gap() <= NEAR * abs(search.upper))):
+            return
+        found = owner.first_plan() if math.isinf(search.upper) else []
+        if not self.fresh:
+            self.repair()
+        found = combine(owner, self.prices) or found
+        self.fresh = self.fresh or found
 
     def _windows(self, each: float = math.inf) -> bool:
         """The optimum within ever wider limits; False where these hold too much, or one takes ``each`` CPU seconds."""

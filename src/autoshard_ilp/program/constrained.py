@@ -20,14 +20,11 @@ from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weigh
 from autoshard_ilp.program.memory import Owners, Row, violated_times
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.search import Search
-from autoshard_ilp.program.window.window import Window
 
 CELLS = 20_000
 SMALL = 3000
 MUCH = 0.3  # of the largest excess over the capacity
 FIRST_PRICE = 0.1  # of the relaxed cost per capacity
-POOL = 8  # plans combined
-POOL_SECONDS = 2.0
 
 
 class Constrained:
@@ -48,6 +45,7 @@ class Constrained:
         self.keep, self.room = room.keep, room
         self.relaxed = relaxed
         self.seen: list[np.ndarray] = []
+        self.asked = False  # for any plan
         self.log: list[dict[str, Any]] = []
         search.report["memory"] = self.log
         search.without_memory = max(search.without_memory, search.lower)
@@ -105,7 +103,14 @@ class Constrained:
         return [t for t in times if excess[t] >= MUCH * excess[times[0]]]
 
     def first_plan(self) -> list[int]:
-        """Look for any plan that fits, by least peak; times to add as rows. EmptyNodeError: proved that none fits."""
+        """Look for any plan that fits, by least peak, once; times to add as rows.
+
+        Raises:
+            EmptyNodeError: proved that none fits.
+        """
+        if self.asked:
+            return []
+        self.asked = True
         left = self.search.deadline - time.monotonic()
         options = dataclasses.replace(self.search.options, time_limit=max(0.1, left / 4))
         try:
@@ -177,27 +182,6 @@ class Constrained:
         if whole:
             self.search.prove(min(net.constant, self.search.upper))
         return self.offer(choices)
-
-    def combine(self) -> list[int]:
-        """The best plan within the strategies of the plans seen; times to add as rows."""
-        search = self.search
-        pool = self.seen[-POOL:] + ([] if search.best is None else [search.best])
-        keep = [np.zeros(len(n.costs), bool) for n in self.program.nodes]
-        for choices in pool:
-            for v, s in enumerate(choices.tolist()):
-                keep[v][s] = True
-        try:
-            net = build_net(self.program, keep, self.rows, self.room.cells)
-            search.presolve(net, 99, 5000, self.capacity)
-            if not net.live:
-                return self.settle(net, whole=False)
-            reduce.compress_all(net)
-            price = np.full(len(self.rows), self.first_price())
-            deadline = min(search.deadline, time.monotonic() + POOL_SECONDS)
-            found = Window(net, self.capacity, [price], deadline).solve(search.upper, deadline)
-        except EmptyNodeError:
-            return []
-        return [] if found.choices is None else self.offer(net.complete(found.choices))
 
     def excess(self, choices: np.ndarray) -> np.ndarray:
         """Usage minus capacity at every row, in bytes (float64)."""

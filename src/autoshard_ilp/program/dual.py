@@ -16,6 +16,7 @@ import numpy as np
 
 from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program.combining import combine
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.net import EmptyNodeError, Net
 from autoshard_ilp.program.prices import PricedRows, model_maximiser
@@ -61,12 +62,11 @@ class Dual:
             current = np.zeros(len(owner.rows))
             current[int(np.argmax(owner.excess(owner.relaxed)))] = unit
         box = np.maximum(4.0 * current, unit)
-        asked = False
         for _ in range(self.steps):
             before = self.bound
             fresh = self._step(current)
-            if self.whole and math.isinf(search.upper) and not fresh and not owner.stop() and not asked:
-                asked, fresh = True, owner.first_plan()
+            if self.whole and math.isinf(search.upper) and not fresh and not owner.stop():
+                fresh = owner.first_plan()
             if fresh or owner.stop():
                 break
             target, value, box = self._next(box)
@@ -131,7 +131,7 @@ class Dual:
         for plan in plans[-1:]:
             owner.remember(plan)
             if self.whole:
-                fresh = fresh or owner.combine()
+                fresh = fresh or combine(owner, self.prices)
         return fresh
 
     def _remove(self) -> None:
