@@ -59,6 +59,7 @@ SAME = 1.5  # .. and than so many times the quickest ..
 QUICK_GROWTH = 4.0  # .. so many times the last one
 WINDOW_SHARE = 0.4  # of the time left, for one window
 NARROWER = 4  # windows that hold too much, before it gives up
+PLAN_ROUND = 2  # of rows, without a plan: one is looked for by its memory
 ANY_PLAN = 0.2  # relative gap of a plan that will do, where only some plan is wanted
 
 
@@ -131,11 +132,16 @@ class Closing(PricedNet):
     def _better_plan(self) -> None:
         """A plan, where none is known, or a better one, from those met."""
         search, owner = self.search, self.owner
-        if owner.stop() or (search.best is not None and (self.fresh or self.gap() <= NEAR * abs(search.upper))):
+        lacking = self.lacking()
+        if owner.stop() or not (lacking or (not self.fresh and self.gap() > NEAR * abs(search.upper))):
             return
-        found = owner.first_plan() if math.isinf(search.upper) else []
+        found: list[int] = []
+        if math.isinf(search.upper) and len(owner.log) >= PLAN_ROUND:
+            found = owner.first_plan()
         if not self.fresh:
             self.repair()
+        elif search.best is None:
+            return  # where none fits, none of their combinations does, as a rule
         found = combine(owner, self.prices) or found
         self.fresh = self.fresh or found
 

@@ -20,11 +20,12 @@ from autoshard_ilp.program.window.window import Window
 if TYPE_CHECKING:
     from autoshard_ilp.program.constrained import Constrained
 
-POOLS = 8, 2  # plans combined, with the best known; fewer where so many hold too much
-POOL_SECONDS = 2.0  # for them ..
-POOL_SHARE = 0.1  # .. or so much of the time left, while the best plan is poor ..
-POOR = 0.1  # .. its relative gap
-POOL_PART = 0.2  # of that time, for one window
+POOL = 8  # plans combined, with the best known
+POOL_SECONDS = 2.0
+POOR = 0.1  # relative gap of a plan that is poor: then, first ..
+PAIR = 2  # .. fewer plans, which hold less ..
+POOR_SHARE = 0.2  # .. and for both of them so much of the time left
+POOL_PART = 0.4  # of that time, for one window
 POOL_STEP = 0.02  # relative, of the first window above the bound ..
 POOL_GROWTH = 4.0  # .. and of the next
 POOL_CELLS = 60_000  # what is left of more takes long, and is only worth it while the best plan is poor
@@ -43,13 +44,13 @@ def combine(owner: Constrained, prices: np.ndarray) -> list[int]:
         Times to add as rows, where a plan was found that does not fit.
     """
     search, rows, fresh = owner.search, list(owner.rows), list[int]()
-    for most in POOLS:
-        known, now = search.upper, time.monotonic()
-        poor = math.isinf(known) or known - search.lower > POOR * abs(known)
-        seconds = max(POOL_SECONDS, POOL_SHARE * (search.deadline - now) if poor else 0.0)
+    poor = math.isinf(search.upper) or search.upper - search.lower > POOR * abs(search.upper)
+    for most in (PAIR, POOL) if poor else (POOL,):
+        now = time.monotonic()
+        seconds = max(POOL_SECONDS, POOR_SHARE * (search.deadline - now) if poor else 0.0)
         combination = _Combination(owner, most, math.inf if poor else POOL_CELLS, min(search.deadline, now + seconds))
         fresh = combination.run(rows, prices)
-        if search.upper < known or owner.stop() or not poor:
+        if owner.stop():
             break
     return fresh
 

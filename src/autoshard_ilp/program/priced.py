@@ -34,6 +34,7 @@ SCALE_STEP = 2.0  # from one price to the next, and twice as much from there, un
 NEAR_SCALE = 1.1  # .. and then the root of it; such a step is small enough
 FRESH_SCALE = 0.3  # of the largest price, at a row that proves too small
 PLAN_STEP = 2.0
+LACKING = 0.7  # relative gap of a plan that is as good as none
 MOST_SCALE = 1e6  # of a first price: costs still count beside so dear bytes, in float64
 REPAIRED = 2  # plans met
 REPAIRS = 16  # times their prices are raised, at most ..
@@ -114,7 +115,7 @@ class PricedNet:
             self._cut(x)
         if not self.prices.any():
             self._scale(self._first_prices(), deadline)
-        elif self.search.best is None:
+        elif self.lacking():
             self._scale(self.prices, deadline)
         self._cut_planes(steps, deadline, SETTLE, RISE)
         for _ in range(ROUNDS):
@@ -123,6 +124,11 @@ class PricedNet:
                 break
             if self.bound - before < CLOSED * gap:
                 break
+
+    def lacking(self) -> bool:
+        """Whether no plan is known, or only one that costs a multiple of the bound, as that of least memory may."""
+        search = self.search
+        return search.best is None or search.upper - search.lower > LACKING * abs(search.upper)
 
     def _first_prices(self) -> np.ndarray:
         """One price, on the row that the relaxed plan exceeds most: where that plan costs as much as one that fits."""
@@ -153,7 +159,7 @@ class PricedNet:
                 self._settle_at(prices, RISE, 1)
                 late = self.owner.stop() or time.monotonic() > deadline
                 near = bool((step[prices > 0] <= NEAR_SCALE).all())
-                if self.fresh or late or ((near or tried >= SCALES) and self.search.best is not None):
+                if self.fresh or late or ((near or tried >= SCALES) and not self.lacking()):
                     break
                 if near or tried >= SCALES or len(self.cuts) == before:
                     prices = PLAN_STEP * prices  # dear enough that plans fit
