@@ -2,7 +2,7 @@
 
 The priced program (see ``prices``) has no memory rows, so presolve and message passing solve it exactly. Each optimum
 is a cutting plane of the dual function; with few rows a few steps suffice. What the optima disagree about is little,
-so the best plan *within the strategies seen so far* is a small program that CP-SAT solves with all rows.
+so the best plan *within the strategies seen so far* is a small program (see ``combining``).
 """
 
 from __future__ import annotations
