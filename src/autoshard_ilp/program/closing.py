@@ -146,7 +146,7 @@ class Closing(PricedNet):
         self.fresh = self.fresh or found
 
     def _windows(self, each: float = math.inf) -> bool:
-        """The optimum within ever wider limits; False where these hold too much, or one takes ``each`` CPU seconds."""
+        """The optimum within ever wider limits; False where these hold too much, or one takes ``each`` seconds."""
         search, owner = self.search, self.owner
         if self.wide():
             return False

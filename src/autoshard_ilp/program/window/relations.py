@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard_ilp.program.net import EmptyNodeError, joint_labels
+from autoshard_ilp.program.net import MOST_CODES, EmptyNodeError, joint_labels
 from autoshard_ilp.program.window import kernels
 from autoshard_ilp.program.window.relaxations import Relaxations
 
-MOST_CODES = 2**62
 WORK = 50  # times as many pairs are looked at as rows may be left
 
 
