@@ -316,6 +316,32 @@ def test_initializers_that_draw_from_one_generator_stay_pure():
     assert not np.array_equal(state[0][0], state[0][2])
 
 
+class Scaled(layers.Layer):
+    """Its initializers return what a tensor can be made of."""
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=(), initializer=lambda *args, **keywords: 2.5, name="scale")
+        self.shift = self.add_weight(shape=(4,), initializer=lambda shape, dtype: np.arange(4.0), name="shift")
+
+    def call(self, x):
+        return x * keras.ops.exp(self.scale) + self.shift
+
+
+def test_initializers_may_return_numbers_and_numpy_arrays():
+    def build():
+        model = keras.Sequential([keras.Input((4,)), Scaled()])
+        model.compile("sgd", "mse")
+        return model
+
+    traced = trace_model(build)
+    state, expected = ki.initial_state(traced), build()
+    for found, variable in zip(state[0], expected.trainable_variables, strict=True):
+        assert found.dtype == variable.value.dtype
+        np.testing.assert_array_equal(found, variable.value)
+    x, y = np.ones((2, 4), "float32"), np.zeros((2, 4), "float32")
+    assert float(jax.jit(traced.fn)(state, (x, y))[1]["loss"]) == pytest.approx(expected.evaluate(x, y, verbose=0))
+
+
 # --- abstract construction ------------------------------------------------------------------------------------------
 
 

@@ -98,7 +98,7 @@ def abstract_construction(layout_of: Callable[[int, Any], Any] | None = None) ->
             return
         self._initialize_layout()
         self._value = None
-        self._initializer = initializer
+        self._initializer = _OfTensors(initializer)
         build.variables.append(self)
 
     def deferred_abstractly(self: Any) -> None:
@@ -106,6 +106,7 @@ def abstract_construction(layout_of: Callable[[int, Any], Any] | None = None) ->
             deferred(self)
         elif self._value is None:
             self._initialize_layout()
+            self._initializer = _OfTensors(self._initializer)
             build.variables.append(self)
 
     def add_and_record(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,6 +126,18 @@ def abstract_construction(layout_of: Callable[[int, Any], Any] | None = None) ->
         stack.enter_context(_patched(BaseOptimizer, "add_variable_from_reference", add_and_record))
         stack.enter_context(_patched(JAXTrainer, "__init__", initialize_model))
         yield build
+
+
+class _OfTensors:
+    """An initializer as Keras takes it: one may return a number or a NumPy array, of which Keras makes a tensor."""
+
+    def __init__(self, initializer: Callable[..., Any]) -> None:
+        self.__wrapped__ = initializer  # whose signature Keras asks for
+
+    def __call__(self, shape: Any, dtype: Any = None, **keywords: Any) -> Any:
+        from keras import ops
+
+        return ops.convert_to_tensor(self.__wrapped__(shape, dtype=dtype, **keywords), dtype=dtype)
 
 
 @contextlib.contextmanager
