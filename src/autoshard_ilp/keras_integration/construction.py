@@ -105,9 +105,7 @@ def abstract_construction(layout_of: Callable[[int, Any], Any] | None = None) ->
         if threading.get_ident() != owner:
             deferred(self)
         elif self._value is None:
-            self._initialize_layout()
-            self._initializer = _OfTensors(self._initializer)
-            build.variables.append(self)
+            initialize_abstractly(self, self._initializer)
 
     def add_and_record(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
         slot = add_from_reference(self, reference_variable, *args, **kwargs)
