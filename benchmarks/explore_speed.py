@@ -7,6 +7,7 @@ python benchmarks/explore_speed.py --smoke         # one tiny case, printed only
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -76,7 +77,7 @@ def described(found: Any) -> str:
         return f"{len(found.rows())} meshes" + ("" if best is None else f", best {best.mesh}, gap {best.gap:.2%}")
     if hasattr(found, "gap"):
         return f"{found.status}, gap {found.gap:.2%}, {found.cost.total_s * 1e3:.2f} ms"
-    return type(found).__name__
+    return "" if isinstance(found, subprocess.CompletedProcess) else type(found).__name__
 
 
 def measure(name: str, time_limit: float) -> list[Row]:
@@ -102,6 +103,8 @@ def measure(name: str, time_limit: float) -> list[Row]:
         rows[-1]["process GB"] = peak_process_bytes() / 1e9
         return found
 
+    help_of_plan = [sys.executable, "-m", "autoshard_ilp", "plan", "--help"]
+    timed("autoshard plan --help", lambda: subprocess.run(help_of_plan, capture_output=True, check=True))
     options: dict[str, Any] = {"hardware": case.hardware, "progress": False, **case.options()}
     solver = autoshard.SolverOptions(time_limit=time_limit)
     plan = timed("optimize()", lambda: autoshard.optimize(factory, case.mesh, solver=solver, **options))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from autoshard_ilp import __version__, cli_explore
 from autoshard_ilp.cli_calibrate import calibrate
@@ -51,8 +52,21 @@ from autoshard_ilp.console import (
 )
 from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError, PlanFileError, UnsupportedModelError
 
+
+class _Commands(typer.core.TyperGroup):
+    """Its own flags (help, completion) are False where not given: typer loads pydantic, 0.1 s, to make that of None."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters = super().get_params(ctx)
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False) and parameter.default is None:
+                parameter.default = False
+        return parameters
+
+
 app = typer.Typer(
     name="autoshard",
+    cls=_Commands,
     help="Provably optimal sharding of Keras 3 models on JAX, without an accelerator attached.",
     no_args_is_help=True,
     add_completion=True,
