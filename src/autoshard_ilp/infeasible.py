@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from autoshard_ilp.attempt import Failure, build, price, read
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.request import Request
 from autoshard_ilp.units import format_bytes
 
+FIRST_PART = 0.8
+"""Of the time left, what the smallest budget of a policy may take where others follow."""
+
 
 def infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleError:
     """The error of a step that fits under no rematerialisation policy; the smallest budget is that of the best one."""
-    from autoshard_ilp.program import minimum_capacity
     from autoshard_ilp.report import alike, peak_memory
 
     pins = list(dict.fromkeys(text for texts in failures[0].pinned.sources.values() for text in texts))
@@ -24,15 +28,13 @@ def infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleError
             conflicts=pins,
         )
     try:
-        found = [(f.built, *minimum_capacity(f.built.program, request.solver)) for f in failures]
+        built, lower, upper, choices = _smallest_budget(failures, request)
     except InfeasibleError:
         return InfeasibleError(
             f"The pins must leave a layout for every tensor at some budget. Received: {', '.join(pins)}, which leave "
             "none. Drop or widen one of them.",
             conflicts=pins,
         )
-    built, _, upper, choices = min(found, key=lambda item: item[2])
-    lower = min(item[1] for item in found)
     memory = peak_memory(built, choices, request.capacity)
     largest = "; ".join(f"{label} {format_bytes(size)}" for label, size in alike(memory.contributors)[:5])
     smallest = "smallest budget that fits" if lower == upper else "smallest budget found that fits"
@@ -48,6 +50,35 @@ def infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleError
         contributors=memory.contributors,
         conflicts=pins,
     )
+
+
+def _smallest_budget(failures: Sequence[Failure], request: Request) -> tuple[Any, int, int, Any]:
+    """The program that fits the least budget, a proved bound of that budget, the budget (bytes) and its choices.
+
+    All policies share the time of one. The last one tried, which recomputes the most, comes first; another is left as
+    soon as it is known to need as much as one before it.
+
+    Raises:
+        InfeasibleError: there is no plan at any budget.
+    """
+    from autoshard_ilp.program import minimum_capacity
+    from autoshard_ilp.program.infeasible import SECONDS
+
+    likely = failures[::-1]
+    deadline = time.monotonic() + min(SECONDS, request.solver.time_limit)
+    best: tuple[Any, int, int, Any] | None = None
+    for failure in likely:
+        left = max(0.0, deadline - time.monotonic())
+        seconds = left if failure is likely[-1] else FIRST_PART * left
+        lower, upper, choices = minimum_capacity(
+            failure.built.program, request.solver, beyond=best and best[2], seconds=seconds
+        )
+        least = lower if best is None else min(lower, best[1])
+        best = (
+            (failure.built, least, upper, choices) if best is None or upper < best[2] else (best[0], least, *best[2:])
+        )
+    assert best is not None
+    return best
 
 
 def _pins_at_fault(failures: Sequence[Failure], request: Request, pins: list[str]) -> list[str]:

@@ -92,14 +92,21 @@ def least_cost(program: Program, deadline: float) -> tuple[np.ndarray | None, fl
 
 
 def minimum_capacity(
-    program: Program, options: SolverOptions, *, enough: int | None = None
+    program: Program,
+    options: SolverOptions,
+    *,
+    enough: int | None = None,
+    beyond: int | None = None,
+    seconds: float = SECONDS,
 ) -> tuple[int, int, np.ndarray]:
     """Smallest capacity in bytes per device for which a plan exists.
 
     Args:
         program: its own ``capacity`` is ignored.
-        options: time limit (once some plan is known, the search ends after ``SECONDS`` in any case), seed, workers.
+        options: time limit, seed, workers.
         enough: stop as soon as this capacity is known to suffice, or known not to.
+        beyond: stop as soon as no capacity below this one is known to suffice.
+        seconds: most to search once some plan is known, where the time limit leaves them.
 
     Returns:
         A proved lower bound in bytes, the peak in bytes of the best plan found (equal when proved), and that plan.
@@ -109,11 +116,11 @@ def minimum_capacity(
     """
     size = program.on_chip_bytes
     if size:
-        whole = None if enough is None else enough + size
-        lower, upper, choices = minimum_capacity(shifted(program), options, enough=whole)
+        whole, above = (None if n is None else n + size for n in (enough, beyond))
+        lower, upper, choices = minimum_capacity(shifted(program), options, enough=whole, beyond=above, seconds=seconds)
         return max(0, lower - size), upper - size, choices
     try:
-        return _Minimum(program, options, enough).run()
+        return _Minimum(program, options, seconds, enough, beyond).run()
     except EmptyNodeError:
         raise InfeasibleError(
             "A plan needs one finite strategy per node that fits its neighbours. Received: a program with none at any "
@@ -122,13 +129,15 @@ def minimum_capacity(
 
 
 class _Minimum:
-    def __init__(self, program: Program, options: SolverOptions, enough: int | None) -> None:
+    def __init__(
+        self, program: Program, options: SolverOptions, seconds: float, enough: int | None, beyond: int | None
+    ) -> None:
         load_kernels()
         began = time.monotonic()
         self.program, self.options = program, options
         self.begin_deadline = began + options.time_limit
-        self.deadline = began + min(options.time_limit, SECONDS)
-        self.enough = enough
+        self.deadline = began + min(options.time_limit, seconds)
+        self.enough, self.beyond = enough, beyond
         self.owners, self.rows = Owners(program), list[Row]()
         self.lower, self.upper = 0, -1
         self.best: np.ndarray | None = None
@@ -161,6 +170,8 @@ class _Minimum:
 
     def _finished(self) -> bool:
         if self.enough is not None and (self.upper <= self.enough or self.lower > self.enough):
+            return True
+        if self.beyond is not None and self.lower >= self.beyond:
             return True
         return self.lower >= self.upper or time.monotonic() > self.deadline
 
