@@ -187,7 +187,10 @@ def broken() -> keras.Model:
 
 if __name__ == "__main__":
     result: dict[str, Any] = {"training": training(), "bare": bare_steps(), "parts": parts_in_fit()}
-    if COUNT > 1:
+    if COUNT == 1:  # two plans that differ in one layout, for the processes that disagree
+        for i, pin in enumerate([("model",), ()]):
+            optimize(build, pins={"up/bias": pin}).save(FOLDER / f"plan{i}.json")
+    else:
         result["shared"] = shared_batches()
     if COUNT == 2:
         result["disagreements"] = disagreements()

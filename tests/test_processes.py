@@ -50,21 +50,6 @@ def run_job(count: int, folder: Path, devices: int) -> list[dict[str, Any]]:
     return [json.loads(text.split("RESULT ")[1].splitlines()[0]) for text in texts]
 
 
-def plan_files(folder: Path, devices: int) -> None:
-    """Two plans of the script's model that differ in one layout."""
-    code = (
-        "import sys; sys.argv = ['', '1', '0', '0', sys.argv[1], sys.argv[2]]\n"
-        "import process_script as s\n"
-        "for i, pin in enumerate([('model',), ()]):\n"
-        "    s.optimize(s.build, pins={'up/bias': pin}).save(s.FOLDER / f'plan{i}.json')\n"
-    )
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    subprocess.run(
-        [sys.executable, "-c", code, str(folder), str(devices)], env=environment, check=True, timeout=SECONDS
-    )
-
-
 def check_equal(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     """All processes have one plan, that of one process, and its losses."""
     first = found[0]["training"]
@@ -109,7 +94,6 @@ def check_checkpoints(folder: Path, count: int) -> None:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("two")
-    plan_files(folder, 4)
     return folder, run_job(1, folder, 4)[0], run_job(2, folder, 4)
 
 
