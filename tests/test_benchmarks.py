@@ -54,7 +54,7 @@ def test_explore_speed_smoke(tmp_path):
     printed = smoke("explore_speed.py", tmp_path)
     rows = table_rows(printed[printed.index("# Questions") :])
     found = {row["question"].split("(")[0]: row["answer"] for row in rows}
-    assert set(found) == {"optimize", "what_if", "explain", "compare", "pareto", "search_mesh"}
+    assert set(found) == {"autoshard plan --help", "optimize", "what_if", "explain", "compare", "pareto", "search_mesh"}
     assert not any("Error" in answer for answer in found.values())
     assert all(float(row["processor s"]) >= 0 for row in rows)
 
