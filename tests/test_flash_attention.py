@@ -1,5 +1,7 @@
 """The rule of cuDNN's flash attention. Where there is no GPU its primitives can be traced, but not run."""
 
+import dataclasses
+import inspect
 import math
 import re
 
@@ -59,6 +61,12 @@ def test_the_gradient_of_a_bias_is_not_covered():
     assert not rule_for(view(FORWARD, HEADS, HEADS, bias=(1, HEADS, TOKENS, TOKENS), dbias=True)).known
 
 
+def test_a_function_of_the_scores_is_not_covered():
+    op = view(FORWARD, HEADS, HEADS)
+    assert rule_for(dataclasses.replace(op, params={**op.params, "score_mod": None})).known
+    assert not rule_for(dataclasses.replace(op, params={**op.params, "score_mod": max})).known
+
+
 def attention(x, w):
     """Traced as ``jax.nn.dot_product_attention(..., implementation="cudnn")`` and its gradient on a GPU."""
     q, k, v = (jnp.einsum("btd,dnh->btnh", x, part) for part in w)
@@ -66,6 +74,8 @@ def attention(x, w):
     names = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
     values = (0.125, 42, 0.0, (False, False), cudnn.MaskType.CAUSAL, 0, None)
     params = dict(zip(names, values, strict=True))
+    if "score_mod" in inspect.signature(cudnn._dot_product_attention_fwd_impl).parameters:  # from jax 0.12 on
+        params["score_mod"] = None
     out, sums = cudnn._dot_product_attention_fwd_p_wrapper.bind(q, k, v, *nothing, **params, is_training=True)
     return out, *cudnn._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *nothing, sums, out, out, **params)
 

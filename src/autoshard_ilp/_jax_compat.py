@@ -25,6 +25,7 @@ CALL_PARAMS: Mapping[str, str] = {
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
     "call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_jvp_call_jaxpr": "fun_jaxpr",
     "custom_vjp_call": "call_jaxpr",

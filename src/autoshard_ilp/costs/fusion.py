@@ -38,8 +38,8 @@ RANDOM = frozenset({"random_bits", "threefry2x32"})
 
 TRANSCENDENTAL = frozenset(
     """
-    exp exp2 expm1 log log1p tanh tan sin cos sinh cosh asin acos atan atan2 erf erfc erf_inv logistic pow lgamma
-    digamma
+    exp exp2 expm1 log log1p log2 tanh tan sin cos sinh cosh asin acos atan atan2 erf erfc erf_inv logistic pow
+    lgamma digamma
     """.split()  # noqa: SIM905
 )
 """Elementwise operations that XLA:CPU does not compute in several kernels. XLA:TPU does, and XLA:GPU where that reads

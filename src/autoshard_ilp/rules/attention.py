@@ -32,6 +32,8 @@ def flash_attention(op: OpView) -> Rule:
     forward = op.primitive == FORWARD
     if {len(query), len(key), len(value)} != {4} or any(op.params["variadic_args"][1:]):
         raise NoRule
+    if op.params.get("score_mod") is not None:  # a function of the positions of rows and heads, which would be shifted
+        raise NoRule
     heads_at = 1 if op.params["layout"] == HEADS_IN_FRONT else 2
     tokens_at = 3 - heads_at
     shared = query[heads_at] // key[heads_at]
