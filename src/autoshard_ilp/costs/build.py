@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs.carried import count_gathers_twice, count_twice
+from autoshard_ilp.costs.coarse import coarser
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
 from autoshard_ilp.costs.fusion import VIEWS, fusible
 from autoshard_ilp.costs.heap import loses, with_holes
@@ -135,7 +137,8 @@ def build_program(
         Node(table.graph.ops[c.members[0]].scope or table.graph.ops[c.members[0]].path, cost, node_bytes.get(i))
         for i, (c, cost) in enumerate(zip(table.classes, costs, strict=True))
     )
-    program = Program(nodes, (*edges, *extra), account.lifetimes(), capacity)
+    families = functools.partial(coarser, [c.strategies for c in table.classes], table.axis_sizes)
+    program = Program(nodes, (*edges, *extra), account.lifetimes(), capacity, families=families)
     counted = _without_loops(program), tuple(account.categories), tuple(account.labels)
     if account.family == "tpu":
         counted = count_twice(*counted, account.stacks, table.buffers.horizon)

@@ -60,6 +60,8 @@ QUICK_GROWTH = 4.0  # .. so many times the last one
 WINDOW_SHARE = 0.4  # of the time left, for one window
 NARROWER = 4  # windows that hold too much, before it gives up
 PLAN_ROUND = 2  # of rows, without a plan: one is looked for by its memory
+LONG_SECONDS = 2.0  # of a window ..
+FAMILY_GAP = 0.03  # .. above which relative gap a better plan is first looked for within families of strategies
 ANY_PLAN = 0.2  # relative gap of a plan that will do, where only some plan is wanted
 
 
@@ -162,7 +164,9 @@ class Closing(PricedNet):
             if limit >= failed:
                 limit = 0.5 * (known + failed)
             since, alone = time.monotonic(), time.thread_time()
-            found = window.solve(limit, min(self.deadline(WINDOW_SHARE), since + each))
+            poor = math.isinf(search.upper) or self.gap() > FAMILY_GAP * abs(search.upper)
+            early = math.isinf(each) and poor and owner.may_look()
+            found = window.solve(limit, min(self.deadline(WINDOW_SHARE), since + (LONG_SECONDS if early else each)))
             search.add_seconds("window", since)
             took = time.thread_time() - alone
             if found.choices is not None:
@@ -175,6 +179,9 @@ class Closing(PricedNet):
             elif found.status == "unknown":
                 if math.isfinite(each):
                     return False
+                if early:
+                    owner.within_families()
+                    continue
                 failed, tries = limit, tries + 1
                 if tries > NARROWER:
                     return False

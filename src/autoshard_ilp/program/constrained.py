@@ -16,6 +16,7 @@ from autoshard_ilp.program.capacity import Room
 from autoshard_ilp.program.closing import NEAR, Closing
 from autoshard_ilp.program.cpsat import CpOptions, CpResult, solve_rows
 from autoshard_ilp.program.dual import Dual
+from autoshard_ilp.program.families import Families
 from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weighted_usage
 from autoshard_ilp.program.memory import Owners, Row, violated_times
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
@@ -46,6 +47,7 @@ class Constrained:
         self.relaxed = relaxed
         self.seen: list[np.ndarray] = []
         self.asked = False  # for any plan
+        self.families: Families | None = None
         self.log: list[dict[str, Any]] = []
         search.report["memory"] = self.log
         search.without_memory = max(search.without_memory, search.lower)
@@ -122,6 +124,20 @@ class Constrained:
             raise EmptyNodeError("capacity")
         self.remember(choices)
         return self.offer(choices)
+
+    def may_look(self) -> bool:
+        """Whether plans within families of strategies have not been looked for yet, and there is time for that."""
+        if self.families is None:
+            self.families = Families(self.search)
+        return self.families.affordable()
+
+    def within_families(self) -> None:
+        """Look for plans within families of strategies; once."""
+        assert self.families is not None
+        since = time.monotonic()
+        for plan in self.families.look():
+            self.remember(plan)
+        self.search.add_seconds("families", since)
 
     def stop(self) -> bool:
         return self.search.done() or time.monotonic() > self.search.deadline

@@ -11,7 +11,7 @@ A forbidden choice costs ``inf``; no finite number stands for "impossible".
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,9 @@ class Program:
 
     ``on_chip_bytes`` of each of the first ``on_chip_instants`` instants do not count; the instants after them hold what
     cannot be on the chip (:mod:`autoshard_ilp.costs.onchip`).
+
+    ``families`` gives, where they are wanted, restrictions of all nodes at once among which good plans are likely: for
+    each, the strategies that it leaves every node (bool).
     """
 
     nodes: tuple[Node, ...]
@@ -78,6 +81,7 @@ class Program:
     capacity: int | None = None
     on_chip_bytes: int = 0
     on_chip_instants: int = 0
+    families: Callable[[], Sequence[Sequence[np.ndarray]]] | None = None
 
     def cost(self, choices: Sequence[int] | np.ndarray) -> float:
         """Objective in seconds of one strategy per node."""

@@ -31,6 +31,7 @@ class Search:
     dear: float = 1.0  # share of the objective: enough is known once memory is proved to add more than this
     without_memory: float = -math.inf  # seconds: a bound of the optimum without memory
     best: np.ndarray | None = None
+    solver: Callable[..., Solution] | None = None  # of smaller programs
     upper: float = field(init=False)  # of the best plan, or the cutoff
     lower: float = -math.inf
     report: dict[str, Any] = field(default_factory=dict)

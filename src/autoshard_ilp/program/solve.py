@@ -101,6 +101,7 @@ def solve(
     check(program, hint)
     load_kernels()
     search = Search(program, options, time.monotonic(), on_progress, cutoff, plan_seconds, dear, without_memory)
+    search.solver = solve
     if hint is not None:
         search.offer(np.asarray(hint, np.int64))
     infeasible = False
