@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -102,3 +103,22 @@ def test_what_fits_is_found_by_its_memory_where_the_solver_finds_nothing(
     monkeypatch.undo()
     asked = plan.what_if(memory_budget=2 * enough)
     assert asked.memory.peak_bytes <= 2 * enough
+
+
+def test_policies_share_the_time_for_the_smallest_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the others are told what the first of them needs, so that they end once they are known to need as much."""
+    asked, whole = list[dict[str, Any]](), program.minimum_capacity
+
+    def recorded(*args: Any, **keywords: Any) -> Any:
+        asked.append({**keywords, "deadline": time.monotonic() + keywords["seconds"]})
+        return whole(*args, **keywords)
+
+    monkeypatch.setattr(program, "minimum_capacity", recorded)
+    limit = autoshard.SolverOptions(time_limit=3)
+    with pytest.raises(autoshard.InfeasibleError) as error:
+        autoshard.optimize(functools.partial(deep, 2), {"data": 2}, 1000, batch_size=64, hardware="h100", solver=limit)
+    needs = [keywords["beyond"] for keywords in asked]
+    assert len(needs) > 1 and needs[0] is None and None not in needs[1:]
+    first = asked[0]["deadline"] - asked[0]["seconds"]
+    assert max(keywords["deadline"] for keywords in asked) <= first + 3.01
+    assert error.value.minimum_budget <= min(needs[1:])

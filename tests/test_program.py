@@ -87,6 +87,18 @@ def test_minimum_capacity_is_the_least_peak(program: Program) -> None:
     assert math.isfinite(program.cost(choices))
 
 
+@SETTINGS
+@given(programs(memory=True), st.floats(0.0, 1.5))
+def test_minimum_capacity_may_end_once_it_is_known_to_be_as_large(program: Program, part: float) -> None:
+    lowest = least_peak(program)
+    if lowest is None:
+        return
+    enough = int(part * lowest)
+    lower, upper, choices = minimum_capacity(program, OPTIONS, beyond=enough)
+    assert lower <= lowest <= upper == program.peak(choices)
+    assert lower >= enough or lower == upper
+
+
 @pytest.mark.parametrize("step", STEPS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(program=programs())
