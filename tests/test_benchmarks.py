@@ -44,6 +44,7 @@ def test_smoke(driver, tmp_path):
         assert all(float(row["x optimum"]) >= 1 for row in rows if row["x optimum"])
 
 
+@pytest.mark.slow
 def test_growth_smoke(tmp_path):
     printed = smoke("growth.py", tmp_path)
     (row,) = table_rows(printed[printed.index("# Growth") :])
@@ -59,6 +60,7 @@ def test_explore_speed_smoke(tmp_path):
     assert all(float(row["processor s"]) >= 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_measured_single_device_smoke(tmp_path):
     printed = smoke("measured_single_device.py", tmp_path)
     (row,) = table_rows(printed)

@@ -83,7 +83,9 @@ def test_the_best_plan_of_every_family_is_offered() -> None:
         program = dataclasses.replace(program, families=lambda families=families: families)
         search = Search(program, OPTIONS, time.monotonic(), None)
         search.solver = solve
-        plans = Families(search).look()
+        all_of_them = Families(search)
+        assert all_of_them.affordable()
+        plans = all_of_them.look()
         least = min((brute_force(restricted(program, f)).objective for f in families), default=math.inf)
         if math.isinf(least):
             assert search.best is None and not plans
@@ -154,6 +156,8 @@ def test_an_interrupt_keeps_the_plan_of_a_family() -> None:
 
     search = Search(plan.trail.program, OPTIONS, time.monotonic(), None)
     search.solver = interrupted
+    all_of_them = Families(search)
+    assert all_of_them.affordable()
     with pytest.raises(KeyboardInterrupt):
-        Families(search).look()
+        all_of_them.look()
     assert search.best is not None

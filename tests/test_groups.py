@@ -130,6 +130,7 @@ def test_plans_of_keras_have_nothing_split() -> None:
     assert split_elements(plan.trail.graph, 4) <= 8 * 32
 
 
+@pytest.mark.slow
 @needs_tpu
 @pytest.mark.tpu
 def test_the_tpu_compiler_copies_split_operands() -> None:

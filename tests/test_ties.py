@@ -265,6 +265,7 @@ def grouped_program(target: str, shape: tuple[int, ...]) -> Any:
     return jax.jit(run, in_shardings=(whole, whole, whole, by_row)).lower(*kernels, args[1]).compile()
 
 
+@pytest.mark.slow
 @needs_tpu
 @pytest.mark.tpu
 def test_pieces_of_activations_are_not_made_in_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,10 @@ def loads_extension(frame: FrameType | None) -> bool:
 
 
 def _interrupt_again() -> None:
-    timer = threading.Timer(AGAIN_SECONDS, signal.raise_signal, [signal.SIGINT])
+    """Soon, and to the main thread: a signal that another thread raises would not end its waiting."""
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(AGAIN_SECONDS, signal.pthread_kill, [main, signal.SIGINT])
     timer.daemon = True
     timer.start()
 

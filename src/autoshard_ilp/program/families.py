@@ -18,6 +18,7 @@ from autoshard_ilp.program.search import Search
 
 SHARE = 0.3  # of the time left, for all families ..
 RATE = 6000  # .. of so many strategies a second, all families together; less time rarely leads to a good plan
+LEAST_PART = 0.3  # of a program's strategies: its families have that many together or more
 SAME = 1e-9  # relative difference of the sums of two programs that are the same but for the order of mesh axes
 
 
@@ -46,13 +47,20 @@ class Families:
     """
 
     def __init__(self, search: Search) -> None:
-        self.search, program = search, search.program
-        self.all = list(program.families() if program.families is not None and search.solver is not None else ())
-        self.sizes = [sum(int(kept.sum()) for kept in family) for family in self.all]
+        self.search = search
+        self.whole = sum(len(n.costs) for n in search.program.nodes)
+        self.all: list[Sequence[np.ndarray]] | None = None  # once they were asked for
+        self.sizes: list[int] = []
 
     def affordable(self) -> bool:
         """Whether they have not been looked into, and there is time enough for all of them."""
-        return bool(self.all) and sum(self.sizes) <= RATE * self._seconds()
+        most, program = RATE * self._seconds(), self.search.program
+        if program.families is None or self.search.solver is None or LEAST_PART * self.whole > most:
+            return False
+        if self.all is None:
+            self.all = list(program.families())
+            self.sizes = [sum(int(kept.sum()) for kept in family) for family in self.all]
+        return bool(self.all) and sum(self.sizes) <= most
 
     def _seconds(self) -> float:
         return SHARE * (self.search.deadline - time.monotonic())
@@ -68,7 +76,7 @@ class Families:
         """
         search, seconds, total = self.search, self._seconds(), sum(self.sizes)
         plans, seen = list[np.ndarray](), list[np.ndarray]()
-        families, self.all = self.all, []
+        families, self.all = self.all or [], []
         for size, kept in zip(self.sizes, families, strict=True):
             if search.done() or time.monotonic() > search.deadline:
                 break
