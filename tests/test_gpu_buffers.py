@@ -147,6 +147,11 @@ def test_nothing_overwrites_what_a_convolution_returns(name: str) -> None:
 
 
 @needs_cuda
+@pytest.mark.xfail(
+    jax.__version_info__ >= (0, 12),
+    reason="XLA:GPU of jax 0.12 holds less at the peak (121 MB of 145 MB predicted) than the compiler modelled",
+    strict=True,
+)
 def test_copies_that_loops_read_are_counted() -> None:
     """Two recurrent layers whose backward loop reads gathered stacks, each transposed first."""
     import keras
@@ -166,9 +171,7 @@ def test_copies_that_loops_read_are_counted() -> None:
     assert plan.memory.gathered > plan.memory.peak_bytes / 3
     seen = plan.verify("h100:8")
     assert seen.compiled_peak_bytes is not None
-    # The compiler of jax 0.12 holds one copy less at the peak (121 MB of 145 MB predicted) than the one modelled.
-    least = 0.85 if jax.__version_info__ < (0, 11) else 0.82
-    assert least < seen.compiled_peak_bytes / plan.memory.peak_bytes < 1.05
+    assert 0.85 < seen.compiled_peak_bytes / plan.memory.peak_bytes < 1.05
     np.testing.assert_allclose(seen.compiled_bytes_per_device, seen.predicted_bytes_per_device, rtol=0.05)
 
 

@@ -66,19 +66,15 @@ def _smallest_budget(failures: Sequence[Failure], request: Request) -> tuple[Any
 
     likely = failures[::-1]
     deadline = time.monotonic() + min(SECONDS, request.solver.time_limit)
-    best: tuple[Any, int, int, Any] | None = None
+    found = list[tuple[Any, int, int, Any]]()
     for failure in likely:
         left = max(0.0, deadline - time.monotonic())
         seconds = left if failure is likely[-1] else FIRST_PART * left
-        lower, upper, choices = minimum_capacity(
-            failure.built.program, request.solver, beyond=best and best[2], seconds=seconds
-        )
-        least = lower if best is None else min(lower, best[1])
-        best = (
-            (failure.built, least, upper, choices) if best is None or upper < best[2] else (best[0], least, *best[2:])
-        )
-    assert best is not None
-    return best
+        beyond = min((upper for _, _, upper, _ in found), default=None)
+        answer = minimum_capacity(failure.built.program, request.solver, beyond=beyond, seconds=seconds)
+        found.append((failure.built, *answer))
+    built, _, upper, choices = min(found, key=lambda item: item[2])
+    return built, min(lower for _, lower, _, _ in found), upper, choices
 
 
 def _pins_at_fault(failures: Sequence[Failure], request: Request, pins: list[str]) -> list[str]:

@@ -28,9 +28,9 @@ def restricted(program: Program, kept: Sequence[np.ndarray]) -> Program:
     def labels(edge: Edge) -> Edge:
         rows, u_labels = np.unique(edge.u_labels[kept[edge.u]], return_inverse=True)
         columns, v_labels = np.unique(edge.v_labels[kept[edge.v]], return_inverse=True)
-        table, held = (None if x is None else x[np.ix_(rows, columns)] for x in (edge.table, edge.bytes))
-        assert table is not None
-        return Edge(edge.u, edge.v, u_labels, v_labels, table, held)
+        cells = np.ix_(rows, columns)
+        held = None if edge.bytes is None else edge.bytes[cells]
+        return Edge(edge.u, edge.v, u_labels, v_labels, edge.table[cells], held)
 
     nodes = tuple(
         replace(node, costs=node.costs[k], bytes=None if node.bytes is None else node.bytes[k])

@@ -44,8 +44,8 @@ def shifted(program: Program) -> Program:
     one = (np.array([x]) for x in (True, len(program.edges), program.on_chip_instants, int(lt.end.max())))
     lifetimes = lt.followed_by(*one)
     capacity = None if program.capacity is None else program.capacity + size
-    whole = replace(program, edges=(*program.edges, edge), lifetimes=lifetimes, capacity=capacity)
-    return replace(whole, on_chip_bytes=0, on_chip_instants=0)
+    edges = (*program.edges, edge)
+    return replace(program, edges=edges, lifetimes=lifetimes, capacity=capacity, on_chip_bytes=0, on_chip_instants=0)
 
 
 def told(solution: Solution, program: Program) -> Solution:
