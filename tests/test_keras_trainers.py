@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from keras import layers
 
 import autoshard_ilp as autoshard
 import keras_cases as cases
+from autoshard_ilp import keras_integration as ki
 from keras_cases import BATCH, CLASSES, assert_close, assert_on_plan, features, fitted, mlp, plan_for, seeded, values
 
 X, Y = features()
@@ -174,6 +176,33 @@ def test_two_networks_with_an_optimizer_each() -> None:
 def test_nested_lists_shared_layers_added_losses_and_own_metrics() -> None:
     targets = {"label": Y, "score": X[:, :1]}
     cases.same_as_one_device(tree, (X, targets), trained(y=targets))
+
+
+class TakesAllForOld(set[int]):
+    """The losses that a layer remembers of earlier calls, at every address that a new one could have."""
+
+    forgotten = False
+
+    def __contains__(self, loss: object) -> bool:
+        return not self.forgotten or super().__contains__(loss)
+
+    def clear(self) -> None:
+        self.forgotten = True
+        super().clear()
+
+
+def test_no_loss_is_taken_for_one_of_an_earlier_call() -> None:
+    """Every loss counts once, also where its address is one that Keras remembers of an earlier trace."""
+    model = seeded(tree)
+    batch = X[:BATCH], {"label": Y[:BATCH], "score": X[:BATCH, :1]}
+    step = plan_for(model, batch, mesh={"x": 1}).executable.traced.fn
+    state = [[jnp.asarray(v.value) for v in group] for group in ki.state_variables(model, "train")]
+    _, expected = step(state, batch)
+    for layer in model._flatten_layers():
+        object.__setattr__(layer, "_loss_ids", TakesAllForOld())
+    _, found = step(state, batch)
+    assert found["loss"] == expected["loss"]
+    assert not any(layer._loss_ids for layer in model._flatten_layers())
 
 
 @pytest.mark.slow

@@ -299,7 +299,7 @@ def _trace(
 
     variables = ki.state_variables(model, mode)
     state = tuple([jax.ShapeDtypeStruct(tuple(v.shape), _variable_dtype(v)) for v in group] for group in variables)
-    fn = {"train": _train_function, "evaluate": _evaluate_function, "predict": _predict_function}[mode](model)
+    fn = _step_function(model, mode)
     hint = "A step that trains with model.fit on JAX can be traced; try one step of fit on a small batch"
     hint += ", and give targets= if the derived ones are not what the loss takes." if mode == "train" else "."
     with _explained(model, f"traced (mode={mode!r})", hint), ki.repeatable() as drawn:
@@ -344,28 +344,17 @@ def variables_of(model: Any, mode: str) -> tuple[ArgumentInfo, ...]:
     return _arguments(model, mode, variables, state, (), ())
 
 
-def _train_function(model: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    def train_step(state: Any, batch: Any) -> tuple[Any, Any]:
-        logs, new_state = model.train_step(tuple(state), batch)
-        return tuple(list(group) for group in new_state), logs
+def _step_function(model: Any, mode: str) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """The model's own step as ``(state, batch) -> (new state, logs or outputs)``."""
+    from autoshard_ilp import keras_integration as ki
 
-    return train_step
+    own = ki.own_step(model, mode)
 
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        out, new_state = own(tuple(state), batch)
+        return tuple(list(group) for group in new_state), out
 
-def _evaluate_function(model: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    def test_step(state: Any, batch: Any) -> tuple[Any, Any]:
-        logs, new_state = model.test_step(tuple(state), batch)
-        return tuple(list(group) for group in new_state), logs
-
-    return test_step
-
-
-def _predict_function(model: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    def predict_step(state: Any, batch: Any) -> tuple[Any, Any]:
-        outputs, non_trainable = model.predict_step(tuple(state), batch)
-        return (list(state[0]), list(non_trainable)), outputs
-
-    return predict_step
+    return step
 
 
 def _arguments(

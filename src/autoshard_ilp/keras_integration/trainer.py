@@ -10,7 +10,8 @@ Read against keras 3.15 (``backend/jax/trainer.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autoshard_ilp.keras_integration import methods
@@ -66,16 +67,37 @@ def runs_eagerly(model: Any, draws: bool = False) -> bool:
 
 def own_step(model: Any, mode: str) -> Step:
     """The model's own step as ``(state, data) -> (logs or outputs, new state)``."""
-    if mode == "train":
-        return lambda state, data: model.train_step(state, data)
-    if mode == "evaluate":
-        return lambda state, data: model.test_step(state, data)
 
-    def predict(state: Any, data: Any) -> tuple[Any, Any]:
-        outputs, non_trainable = model.predict_step(state, data)
-        return outputs, (state[0], non_trainable)
+    def step(state: Any, data: Any) -> tuple[Any, Any]:
+        with only_new_losses(model):
+            if mode == "train":
+                return model.train_step(state, data)
+            if mode == "evaluate":
+                return model.test_step(state, data)
+            outputs, non_trainable = model.predict_step(state, data)
+            return outputs, (state[0], non_trainable)
 
-    return predict
+    return step
+
+
+@contextlib.contextmanager
+def only_new_losses(model: Any) -> Iterator[None]:
+    """Losses added by earlier calls are forgotten before and after, so that none of a new call is taken for one.
+
+    Keras knows the losses that layers have added (``add_loss``, ``activity_regularizer``) by ``id()``, also after the
+    tensors of an earlier call are gone. A step calls the model without forgetting them first, so a new loss at the
+    address of an old one is, at times, left out of the sum or counted twice.
+    """
+
+    def forget() -> None:
+        for layer in model._flatten_layers():
+            layer._loss_ids.clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
 
 
 def install(model: Any, steps: dict[str, Step], check: Callable[[str], None]) -> None:
