@@ -59,6 +59,13 @@ def narrow_mlp() -> Any:
     return _compiled(keras.Sequential([keras.Input((256,)), *dense]))
 
 
+def two_layers() -> Any:
+    import keras
+
+    dense = [keras.layers.Dense(64, "relu") for _ in range(2)]
+    return _compiled(keras.Sequential([keras.Input((64,)), *dense]))
+
+
 def tokens(preset: str, **config: Any) -> Callable[[], Any]:
     """A KerasHub language model of reduced size."""
 
@@ -121,6 +128,7 @@ MODELS: Mapping[str, tuple[Callable[[], Any], int]] = {
     "lstm": (recurrent, 128),
 }
 """Models that fit eight virtual devices on a small host, with their global batch."""
+SMOKE: Mapping[str, tuple[Callable[[], Any], int]] = {"smoke": (two_layers, 512)}
 
 
 def measure(name: str, profile: str, steps: int, queue: Path | None, raw: Path | None) -> list[dict[str, Any]]:
@@ -137,7 +145,7 @@ def measure(name: str, profile: str, steps: int, queue: Path | None, raw: Path |
     import autoshard_ilp as autoshard
     from autoshard_ilp.baselines import BASELINES
 
-    build, batch_size = MODELS[name]
+    build, batch_size = {**MODELS, **SMOKE}[name]
     options = {"hardware": profile, "batch_size": batch_size, "progress": False, "remat": "never"}
     rows, runs = [], []
     for kind in ("optimize", *BASELINES):
@@ -313,7 +321,7 @@ def main() -> int:
     if profile is None and output is not None:
         profile = output.with_name("cpu-8-measured.toml")
         calibrated(profile)
-    names = ["narrow_mlp"] if options.smoke else matching(MODELS, options.only)
+    names = list(SMOKE) if options.smoke else matching(MODELS, options.only)
     rows: list[dict[str, Any]] = []
     steps = 3 if options.smoke else options.steps
     extra = ["--profile", str(profile or "cpu-host"), "--steps", str(steps)]

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test; set before any backend starts."""
 
+import gc
 import os
 import signal
 
@@ -14,3 +15,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # A shell starts background jobs with SIGINT ignored; tests of Ctrl-C need what a terminal gives.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Modules and what jax keeps of earlier tests are never garbage, and each full collection walks over all of it.
+gc.freeze()
+gc.set_threshold(20_000, 20, 20)

@@ -71,6 +71,6 @@ def test_measured_single_device_smoke(tmp_path):
 
 def test_measured_steps_smoke(tmp_path):
     printed = smoke("measured_steps.py", tmp_path)
-    rows = table_rows(printed[printed.index("## narrow_mlp") :])
+    rows = table_rows(printed[printed.index("## smoke") :])
     assert rows[0]["plan"] == "optimize" and len(rows) >= 5
     assert all(float(row["measured ms"]) > 0 and float(row["predicted ms"]) > 0 for row in rows)
