@@ -8,6 +8,7 @@ import sys
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.errors import CompileError, TargetError
@@ -137,6 +138,32 @@ def test_gpus_are_compiled_for_without_jax_platforms_too():
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[-1:] == ["8"], done.stderr[-2000:]
+
+
+@pytest.fixture
+def cache_of_programs(tmp_path):
+    """What ``JAX_COMPILATION_CACHE_DIR`` asks for, with room for programs that compile in no time."""
+    wanted = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    for values in (wanted, before):
+        compilation_cache.reset_cache()
+        for name, value in values.items():
+            jax.config.update(name, value)
+        if values is wanted:
+            yield tmp_path
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_programs_that_jax_keeps_on_disk_are_compiled_again(plan, cache_of_programs):
+    """The compiler of a machine that is not there cannot load them; jax says so in a warning, here an error."""
+    first, second = plan.verify("h100:8"), plan.verify("h100:8")
+    assert list(cache_of_programs.iterdir()), "jax has kept nothing"
+    assert first.compiled_peak_bytes == second.compiled_peak_bytes
 
 
 def test_gpu_products_without_tiles_are_compiled_another_way(plan, monkeypatch):

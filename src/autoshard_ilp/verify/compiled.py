@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,14 +58,18 @@ def compile_planned(plan: Any, mesh: Any | None = None, *, compiler_options: Map
 def _compile(lowered: Any, options: dict[str, Any]) -> Any:
     """Compiles; once more without XLA:GPU's Triton products where these find no tiles, as happens for odd sizes.
 
-    Without a GPU nothing can try which tiles work, and XLA's own choice may not fit the shape.
+    Without a GPU nothing can try which tiles work, and XLA's own choice may not fit the shape. Nor can a compiler alone
+    load a program from the cache that jax may have been told to keep on disk; jax then compiles, so its warning says
+    nothing to do.
     """
-    try:
-        return lowered.compile(compiler_options=options)
-    except Exception as error:
-        if "tile" not in str(error) or "xla_gpu_autotune_level" not in options:
-            raise
-        return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+        try:
+            return lowered.compile(compiler_options=options)
+        except Exception as error:
+            if "tile" not in str(error) or "xla_gpu_autotune_level" not in options:
+                raise
+            return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False})
 
 
 def _explained(error: Exception) -> Exception | None:
