@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import apply, order, ties
-from autoshard_ilp.apply import Decisions, planned_function
+from autoshard_ilp import order, ties
+from autoshard_ilp.apply import Decisions, operations, planned_function
 from autoshard_ilp.costs.heap import REPORTED
 from autoshard_ilp.graph import Graph, build_graph, insert_hubs
 from autoshard_ilp.order import order_of
@@ -165,7 +165,7 @@ def test_gradients_of_gathered_copies_are_waited_for_on_tpu(
     graph, mesh = graph_of(rows, width), cpu_mesh()
     monkeypatch.setattr(order, "MIN_COPY_BYTES", 0)
     monkeypatch.setattr(order, "PLATFORMS", frozenset({"cpu"}))
-    monkeypatch.setattr(apply, "SCATTERED_ONLY", frozenset({"cpu"}))
+    monkeypatch.setattr(operations, "SCATTERED_ONLY", frozenset({"cpu"}))
     results, operands = {}, {}
     for op in graph.ops:
         for j, t in enumerate(op.outputs):

@@ -11,8 +11,8 @@ import keras
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import apply, manual
-from autoshard_ilp.apply import Decisions, planned_function
+from autoshard_ilp import manual
+from autoshard_ilp.apply import Decisions, planned, planned_function
 from autoshard_ilp.costs.precision import precision
 from autoshard_ilp.graph import build_graph, insert_hubs
 from autoshard_ilp.verify import parse_collectives
@@ -147,8 +147,8 @@ def test_what_is_cut_before_its_cast_is_cast_before_it_is_gathered(monkeypatch: 
     rows = 1001
     elements = rows * SIZE / 2 * 3 / 4
     assert gathered_to_be_cut(rows) == 2 * elements
-    monkeypatch.setattr(apply, "cast_before_collectives", lambda graph: ("",) * len(graph.ops))
-    assert gathered_to_be_cut(rows) == 4 * elements, "XLA:GPU casts by itself now: apply.py need not"
+    monkeypatch.setattr(planned, "cast_before_collectives", lambda graph: ("",) * len(graph.ops))
+    assert gathered_to_be_cut(rows) == 4 * elements, "XLA:GPU casts by itself now: apply need not"
 
 
 def dense() -> Any:

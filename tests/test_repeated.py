@@ -140,7 +140,7 @@ def compiled_odd(target: str) -> Any:
 @pytest.mark.tpu
 def test_a_broadcast_cut_unevenly_is_not_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"f32[1024,{ODD}]" not in compiled_odd("tpu-v5e:2x4").as_text()
-    monkeypatch.setattr(apply, "made_as_read", lambda graph, operands, results: (operands, results))
+    monkeypatch.setattr(apply.planned, "made_as_read", lambda graph, operands, results: (operands, results))
     assert f"f32[1024,{ODD}]" in compiled_odd("tpu-v5e:2x4").as_text(), "XLA:TPU cuts it now: made_as_read can go"
 
 

@@ -1,0 +1,269 @@
+"""Operations of a step while it is traced: bound again under their names, by the collectives that were priced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard_ilp import _jax_compat as compat
+from autoshard_ilp import manual, rewrites, ties
+from autoshard_ilp.apply.planned import Planned
+from autoshard_ilp.apply.values import Frame, Values
+from autoshard_ilp.bounds import within_bounds
+from autoshard_ilp.costs.combining import THRESHOLD_BYTES
+from autoshard_ilp.graph import Op
+from autoshard_ilp.order import SCATTERED_ONLY
+from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
+from autoshard_ilp.sharding import Layout, local_bytes, replicated
+
+
+class Operations(Values):
+    """How operations of one trace run.
+
+    Args:
+        arguments: of the step, in the order of the graph's.
+    """
+
+    def __init__(self, plan: Planned, arguments: Sequence[Any]) -> None:
+        super().__init__(plan)
+        self.arguments = arguments
+
+    def operation(self, op: Op, frame: Frame) -> None:
+        if op.primitive == "argument":
+            self.write(frame, op, 0, self.arguments[op.position])
+        elif op.primitive == "constant":
+            self.write(frame, op, 0, jnp.asarray(op.params["value"]))
+        elif op.primitive == "hub":
+            with compat.under_name_stack(self.plan.stack(op)):
+                self.hub(op, frame)
+        elif op.primitive == "recompute":
+            with compat.under_name_stack(self.plan.stack(op)):
+                self.write(frame, op, 0, self.tied(op, frame))
+        elif op.primitive == "loop_invariant":
+            self.write(frame, op, 0, self.read(frame, op, 0))
+        elif op.eqn is not None or op.primitive == "optimization_barrier":
+            self.equation(op, frame)
+        # What is left is done by the loop or branch that owns it, or is a result.
+
+    def equation(self, op: Op, frame: Frame) -> None:
+        with compat.under_name_stack(self.plan.stack(op)):
+            args = [self.in_order(frame, op, i, self.read(frame, op, i)) for i in range(len(op.inputs))]
+            if op.primitive == "conv_general_dilated":
+                args = self.whole_windows(op, args)
+            args = within_bounds(self.graph.view(op), args, self.plan.mesh.size)
+        if op.primitive == "optimization_barrier":
+            outs = list(jax.lax.optimization_barrier(tuple(args)))
+        elif op.primitive == "sharding_constraint":
+            outs = args  # the plan replaces constraints written for another mesh
+        else:
+            outs = self.bind(op, args, frame)
+        with compat.under_name_stack(self.plan.stack(op)):
+            for j, out in enumerate(outs):
+                self.write(frame, op, j, out)
+            self.note_computed(op, frame)
+
+    def note_computed(self, op: Op, frame: Frame) -> None:
+        """Remembers how to wait for a metric, for the last reader of a variable, or for a gradient that was not looked
+        at before its reduction."""
+        reads_last = op.id in self.plan.readers
+        if not (reads_last or op.id in self.plan.order.gradients) or op.id in frame.computed:
+            return
+        value, at = frame.get(op.outputs[0]), self.plan.sharding(op.outputs[0])
+        sums, alone = self.partial_sums(op)
+        waited = sums or reads_last or op.phase == "update" or self.reads_larger_copies(op)
+        if not waited and self.plan.platform in SCATTERED_ONLY:
+            return
+        if (
+            at is not None
+            and (alone or not sums or reads_last or op.phase == "update")
+            and ties.is_even(at, value.shape)
+        ):
+            frame.computed[op.id] = ties.never(value, at.spec, self.plan.mesh)
+
+    def reads_larger_copies(self, op: Op) -> bool:
+        """Whether copies gathered for an operation take more memory than its result does. Whoever puts it off holds
+        them."""
+        plan = self.plan
+        sizes = [plan.mesh.shape[name] for name in plan.axis_names]
+
+        def held(tensor: int, layout: Layout | None) -> int:
+            t = self.graph.tensors[tensor]
+            return 0 if layout is None else local_bytes(t.shape, t.itemsize, layout, sizes)
+
+        copies = 0
+        for t, layout in zip(op.inputs, plan.operand_layouts(op), strict=True):
+            source = self.graph.behind(t, ("hub",))
+            read = held(t, layout)
+            copies += read if read > held(source, plan.layout(source)) > 0 else 0
+        return copies > held(op.outputs[0], plan.layout(op.outputs[0]))
+
+    def partial_sums(self, op: Op) -> tuple[bool, bool]:
+        """Whether devices hold partial sums of an operation's result, and whether these are scattered by a collective
+        of their own: too large to be combined with others, and to be held until it suits the scheduler; or to be taken
+        for such."""
+        plan, tensor = self.plan, self.graph.tensors[op.outputs[0]]
+        left = manual.unreduced(rule_for(replace(self.graph.view(op), params=op.eqn.params)), plan.operand_layouts(op))
+        result = plan.layout(op.outputs[0])
+        if left is None or result is None:
+            return True, False
+        sums, before = left
+        sizes = [plan.mesh.shape[name] for name in plan.axis_names]
+        held = local_bytes(tensor.shape, tensor.itemsize, before, sizes)
+        if plan.platform in SCATTERED_ONLY:
+            return bool(sums), bool(sums)
+        return bool(sums), any(result[axis] >= 0 for axis in sums) and held > THRESHOLD_BYTES
+
+    def in_order(self, frame: Frame, op: Op, i: int, value: Any) -> Any:
+        """Operand i of ``op``, not to be had before the weight gradients that come before it, or before a variable was
+        read for the last time."""
+        wait = self.plan.updates.get((op.id, i))
+        known = None if wait is None else frame.computed.get(wait.reader)
+        if wait is not None and known is not None and not self.partial_sums(self.graph.ops[wait.product])[0]:
+            value = ties.tied(value, known)
+        for gradient in self.plan.order.waits.get((op.id, i), ()):
+            known = frame.computed.get(gradient)
+            if known is not None:
+                value = ties.tied(value, known)
+        if (op.id, i) in self.plan.pieces:
+            anchor = self.plan.anchor(op)
+            tied = None if anchor is None else self.after(frame, op, value, op.inputs[i], anchor)
+            value = value if tied is None else tied
+        return value
+
+    def bind(self, op: Op, args: list[Any], frame: Frame) -> list[Any]:
+        """Results of an equation; device by device where XLA's partitioner would gather what the rule shards."""
+        if op.id in self.plan.broadcasts:
+            args = self.repeated(op, args)
+            if op.primitive == "broadcast_in_dim" and args[0].shape == self.graph.tensors[op.outputs[0]].shape:
+                return [args[0]]
+        view = replace(self.graph.view(op), params=op.eqn.params)
+        out = self.reduced(op, view, args, frame)
+        if out is not None:
+            return [out]
+        if runs_locally(view):
+            rule, axes_of = rule_for(view), self.axes_of(op, view)
+            with compat.like_equation(op.eqn, self.plan.stack(op)):
+                if axes_of:
+                    return run_locally(compat.binder(op.eqn, self.plan.mesh), view, rule, args, self.plan.mesh, axes_of)
+                equal = self.without_batch_groups(op)
+                if equal is not None:
+                    return [equal(*args)]
+        return compat.bind_equation(op.eqn, args, self.plan.stack(op), self.plan.mesh)
+
+    def repeated(self, op: Op, args: list[Any]) -> list[Any]:
+        """Operands of ``op``, those repeated device by device that XLA would repeat once for several layouts."""
+        plan, found = self.plan, list(args)
+        layout, shape = plan.layout(op.outputs[0]), self.graph.tensors[op.outputs[0]].shape
+        with compat.like_equation(op.eqn, plan.stack(op)):
+            for i, dims in plan.broadcasts[op.id]:
+                assert layout is not None  # broadcasts are told apart by their layouts
+                out = manual.repeat(args[i], dims, shape, layout, plan.mesh, plan.axis_names)
+                found[i] = args[i] if out is None else out
+        return found
+
+    def reduced(self, op: Op, view: OpView, args: list[Any], frame: Frame) -> Any | None:
+        """The result of an operation whose partial sums are scattered or left partial; None for any other."""
+        plan = self.plan
+        if not manual.runs_partial(view):
+            return None
+        layouts = (plan.operand_layouts(op), plan.decisions.results.get((op.id, 0)))
+        waited_for = op.id in plan.order.gradients and not self.partial_sums(op)[1]
+        with compat.like_equation(op.eqn, plan.stack(op)):
+            out = manual.run(
+                op.eqn.primitive.bind,
+                view,
+                rule_for(view),
+                args,
+                layouts,
+                plan.mesh,
+                plan.axis_names,
+                looked_at=waited_for,
+                leading=self.leading(op.outputs[0]),
+            )
+        if waited_for and out is not None:
+            out, frame.computed[op.id] = out
+        return out
+
+    def leading(self, tensor: int) -> int:
+        """The dimension of a tensor that all its readers move to the front; 0: they leave the order as it is."""
+        found, reached = set(), [tensor]
+        for t in reached:  # grows on the way
+            for reader in (self.graph.ops[consumer] for consumer, _ in self.graph.tensors[t].consumers):
+                if reader.primitive in ("hub", "convert_element_type", "copy"):
+                    reached += reader.outputs
+                else:
+                    found.add(reader.params["permutation"][0] if reader.primitive == "transpose" else 0)
+        return found.pop() if len(found) == 1 else 0
+
+    def without_batch_groups(self, op: Op) -> Callable[..., Any] | None:
+        """A function equal to a convolution that XLA partitions wrongly, without its fault; None for others."""
+        if op.primitive != "conv_general_dilated" or self.plan.mesh.size == 1:
+            return None
+        return rewrites.without_batch_groups(op.eqn.params, self.graph.tensors[op.outputs[0]].shape)
+
+    def axes_of(self, op: Op, view: OpView) -> dict[str, tuple[str, ...]] | None:
+        """Mesh axes of every factor that the decided layouts shard; None where some operand has no decided layout."""
+        plan = self.plan
+        layouts: list[Layout] = []
+        for tensor, layout in zip(op.inputs, plan.operand_layouts(op), strict=True):
+            if not self.graph.tensors[tensor].shape:
+                layout = replicated(len(plan.axis_names))
+            if layout is None:
+                return None
+            layouts.append(layout)
+        sizes = [plan.mesh.shape[name] for name in plan.axis_names]
+        return axes_of_factors(view, rule_for(view), layouts, plan.axis_names, sizes)
+
+    def whole_windows(self, op: Op, args: list[Any]) -> list[Any]:
+        """Keeps the image whole in a convolution whose window is as large as its result (a kernel gradient).
+
+        On a mesh of two axes XLA's partitioner sums partial windows over mere copies too, and returns a multiple of the
+        right value. Only operands without a decided layout need this; the rule of a convolution never shards them so.
+        """
+        numbers = op.params["dimension_numbers"]
+        window = [self.graph.tensors[op.inputs[1]].shape[d] for d in numbers.rhs_spec[2:]]
+        result = [self.graph.tensors[op.outputs[0]].shape[d] for d in numbers.out_spec[2:]]
+        if all(w < r for w, r in zip(window, result, strict=True)):
+            return args
+        for i, spatial in enumerate((numbers.lhs_spec[2:], numbers.rhs_spec[2:])):
+            if (op.id, i) not in self.plan.decisions.operands:
+                spec = [None if d in spatial else PartitionSpec.UNCONSTRAINED for d in range(args[i].ndim)]
+                args[i] = jax.lax.with_sharding_constraint(args[i], NamedSharding(self.plan.mesh, PartitionSpec(*spec)))
+        return args
+
+    def hub(self, op: Op, frame: Frame) -> None:
+        decided = self.plan.decisions
+        layout = decided.results.get((op.id, 0))
+        first = op.params.get("first")
+        if op.id in decided.regather and layout is not None:
+            part = self.cut_before(frame, op.inputs[0], layout)
+            if part is not None:  # nothing is gathered
+                frame.values[op.outputs[0]] = part
+                return
+            value = self.tied(op, frame)
+            stays = layout == self.plan.layout(op.inputs[0])  # then what reads the hub makes the copy
+            frame.values[op.outputs[0]] = value if stays else self.reshard(value, op, 0, layout)
+        elif first is not None and layout is not None and decided.results.get((first, 0)) == layout:
+            frame.values[op.outputs[0]] = frame.get(self.graph.ops[first].outputs[0])
+        elif decided.operands.get((op.id, 0)) == layout:
+            frame.values[op.outputs[0]] = self.read(frame, op, 0)  # the copy that is read has this layout already
+        else:
+            self.write(frame, op, 0, self.read(frame, op, 0))
+
+    def tied(self, op: Op, frame: Frame) -> Any:
+        """The operand of a hub or recompute, in its own layout, unavailable before a value of the backward pass is."""
+        plan, tensor = self.plan, op.inputs[0]
+        value = self.value(frame, tensor)
+        anchor = plan.anchor(op)
+        if anchor is None:
+            return value
+        tied = self.after(frame, op, value, tensor, anchor)
+        if tied is not None:
+            return tied
+        value, frame.values[anchor] = jax.lax.optimization_barrier((value, frame.get(anchor)))
+        return plan.constrain(value, tensor, plan.layout(tensor))

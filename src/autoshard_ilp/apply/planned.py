@@ -1,0 +1,146 @@
+"""A graph with its decisions on one mesh: what does not change between two traces of the planned step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from autoshard_ilp import _jax_compat as compat
+from autoshard_ilp import manual, ties
+from autoshard_ilp.apply.decisions import Decisions, mark
+from autoshard_ilp.costs.combining import known_from_the_start
+from autoshard_ilp.costs.masks import met_by_random_bits
+from autoshard_ilp.costs.precision import cast_before_collectives
+from autoshard_ilp.cuts import computed_as_read
+from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.inplace import waiting_updates
+from autoshard_ilp.order import order_of
+from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
+from autoshard_ilp.sharding import PARTIAL, Layout, divides, local_shape, to_partition_spec
+
+
+class Planned:
+    """What does not change between two traces of one planned function."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        decisions: Decisions,
+        mesh: Mesh | AbstractMesh,
+        axis_names: tuple[str, ...],
+        marked: bool = False,
+    ) -> None:
+        operands, results = made_as_read(graph, decisions.operands, decisions.results)
+        decisions = replace(decisions, operands=operands, results=results)
+        self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
+        self.marked = marked
+        self.platform = platform = compat.platform_of(mesh)
+        self.gradients = _gradients(graph) if platform == "tpu" else frozenset()
+        self.order = order_of(graph, platform)
+        self.updates = waiting_updates(graph, platform)
+        self.readers = frozenset(wait.reader for wait in self.updates.values())
+        self.casts = cast_before_collectives(graph) if platform == "gpu" else ("",) * len(graph.ops)
+        self.broadcasts = unequal_broadcasts(graph, platform, self.layout)
+        self.as_read = computed_as_read(graph, platform)
+        self.pieces = ties.pieces_of_activations(graph, platform)
+        self.apart = met_by_random_bits(graph) if platform == "tpu" else frozenset()
+        self.schedule = [self.order.of(items) for items in graph.schedule()]
+        self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
+        self._latest: dict[int, int] | None = None
+        self._known: list[bool] | None = None
+
+    def stack(self, op: Op) -> Any:
+        """The name stack under which ``op`` runs."""
+        return op.name_stack.extend(mark(op.id)) if self.marked and op.name_stack is not None else op.name_stack
+
+    def layout(self, tensor: int) -> Layout | None:
+        """The decided layout of a tensor where it is produced."""
+        t = self.graph.tensors[tensor]
+        return None if t.producer is None else self.decisions.results.get((t.producer, t.result_index))
+
+    def operand_layouts(self, op: Op) -> list[Layout | None]:
+        """The decided layouts in which an operation reads its operands."""
+        return [self.decisions.operands.get((op.id, i), self.layout(t)) for i, t in enumerate(op.inputs)]
+
+    def constrain(self, value: Any, tensor: int, layout: Layout | None) -> Any:
+        """``value`` with a sharding constraint; scalars, keys, partial sums and undecided tensors pass unchanged."""
+        rank = len(self.graph.tensors[tensor].shape)
+        if layout is None or rank == 0 or PARTIAL in layout or compat.is_key_dtype(getattr(value, "dtype", None)):
+            return value
+        key = (layout, rank)
+        if key not in self.shardings:
+            self.shardings[key] = NamedSharding(self.mesh, to_partition_spec(layout, rank, self.axis_names))
+        return jax.lax.with_sharding_constraint(value, self.shardings[key])
+
+    def move(self, value: Any, tensor: int, before: Layout | None, after: Layout | None) -> Any:
+        """``value`` one step further, from one decided layout to the next, by the collective that was priced."""
+        moved = None
+        if before and after and before != after and not compat.is_key_dtype(getattr(value, "dtype", None)):
+            moved = manual.move(value, before, after, self.mesh, self.axis_names)
+        return self.constrain(value, tensor, after) if moved is None else moved
+
+    def stored_order(self, value: Any, tensor: int) -> Any:
+        """On TPU, a gradient in the order of dimensions in which its variable is stored.
+
+        XLA:TPU would rather copy the variable and its optimizer's slots into the order that the product which makes the
+        gradient likes, hold all copies at once, and copy the new values back. Variables of whole tiles are stored row
+        by row; others are left alone. Asked for device by device: on a mesh of three axes the partitioner gathers the
+        whole gradient for it.
+        """
+        layout, shape = self.layout(tensor), self.graph.tensors[tensor].shape
+        if tensor not in self.gradients or layout is None or PARTIAL in layout:
+            return value
+        sizes = [self.mesh.shape[name] for name in self.axis_names]
+        local = local_shape(shape, layout, sizes)
+        if local[-1] % 128 or local[-2] % 8 or not divides(shape, layout, sizes):
+            return value
+        spec = to_partition_spec(layout, len(shape), self.axis_names)
+        return jax.shard_map(compat.row_major, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(value)
+
+    def anchor(self, op: Op) -> int | None:
+        """The gradient that the backward pass has reached before ``op`` may run (:func:`ties.anchors`)."""
+        if self._latest is None:
+            self._latest = ties.anchors(self.graph, self.platform, self.can_be_looked_at)
+        return self._latest.get(op.id)
+
+    def can_be_looked_at(self, tensor: int) -> bool:
+        """Whether every device has an equal part of a tensor: else nothing can wait for it (:meth:`_Run.after`)."""
+        at = self.sharding(tensor)
+        return at is not None and ties.is_even(at, self.graph.tensors[tensor].shape)
+
+    def known(self) -> list[bool]:
+        """Per tensor, whether nothing should wait for it, since it is there from the start: on TPU, where the cast of a
+        weight is written for the look at it. Other compilers were not tried so."""
+        if self._known is None:
+            tpu = self.platform == "tpu"
+            self._known = known_from_the_start(self.graph) if tpu else [False] * len(self.graph.tensors)
+        return self._known
+
+    def sharding(self, tensor: int) -> NamedSharding | None:
+        """The decided layout of a tensor where it is produced (partial sums as :mod:`manual` holds them)."""
+        layout = self.layout(tensor)
+        if layout is None:
+            return None
+        spec = manual.spec_of(layout, len(self.graph.tensors[tensor].shape), self.axis_names)
+        return NamedSharding(self.mesh, spec)
+
+
+def _gradients(graph: Graph) -> frozenset[int]:
+    """Gradients that updates read, where they are computed: before they are converted to the variable's type."""
+    found = set()
+    for op in graph.ops:
+        for t in op.inputs if op.phase == "update" else ():
+            producer = graph.tensors[t].producer
+            while producer is not None and graph.ops[producer].phase == "backward":
+                found.add(t)
+                if graph.ops[producer].primitive not in ("convert_element_type", "hub", "copy"):
+                    break
+                found.discard(t)
+                t = graph.ops[producer].inputs[0]
+                producer = graph.tensors[t].producer
+    return frozenset(
+        t for t in found if len(graph.tensors[t].shape) > 1 and graph.tensors[t].dtype.startswith(("float", "bfloat"))
+    )
