@@ -59,8 +59,8 @@ def _compile(lowered: Any, options: dict[str, Any]) -> Any:
     """Compiles; once more without XLA:GPU's Triton products where these find no tiles, as happens for odd sizes.
 
     Without a GPU nothing can try which tiles work, and XLA's own choice may not fit the shape. Nor can a compiler alone
-    load a program from the cache that jax may have been told to keep on disk; jax then compiles, so its warning says
-    nothing to do.
+    load a program that jax has been told to keep on disk (``JAX_COMPILATION_CACHE_DIR``): jax warns and compiles again,
+    and there is nothing to be done about it.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
