@@ -149,12 +149,15 @@ def cache_of_programs(tmp_path):
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     before = {name: getattr(jax.config, name) for name in wanted}
-    for values in (wanted, before):
-        compilation_cache.reset_cache()
-        for name, value in values.items():
-            jax.config.update(name, value)
-        if values is wanted:
-            yield tmp_path
+    _set(wanted)
+    yield tmp_path
+    _set(before)
+
+
+def _set(options):
+    compilation_cache.reset_cache()
+    for name, value in options.items():
+        jax.config.update(name, value)
 
 
 @needs_cuda
