@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import math
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard_ilp.errors import InfeasibleError, InputShapeError
-from autoshard_ilp.program import brute_force, minimum_capacity, solve
+from autoshard_ilp.program import brute_force, infeasible, minimum_capacity, solve
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.cpsat import CpOptions, solve_net
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
@@ -259,6 +261,24 @@ def test_minimum_capacity_of_any_magnitude(size: int) -> None:
     assert 0 < lower <= upper == scaled.peak(choices)
     assert lower == upper
     assert solve(dataclasses.replace(scaled, capacity=lower - 1), OPTIONS).status == "infeasible"
+
+
+def test_slow_prices_leave_time_for_the_proof_of_the_least_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One of two nodes, alive at different moments, must be large: prices prove half of that, whatever they are.
+    size = np.array([0, 10])
+    small = Edge(0, 1, np.arange(2), np.arange(2), np.array([[np.inf, 0.0], [0.0, 0.0]]))
+    lifetimes = Lifetimes(np.zeros(2, bool), np.array([0, 1]), np.array([0, 1]), np.array([1, 2]))
+    program = Program((Node("a", np.zeros(2), size), Node("b", np.zeros(2), size)), (small,), lifetimes)
+    steps, priced = list[float](), infeasible.least_cost
+
+    def slow(*args: Any) -> Any:
+        steps.append(1.0)
+        return priced(*args)
+
+    monkeypatch.setattr(infeasible, "least_cost", slow)
+    monkeypatch.setattr(infeasible, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(steps)))
+    assert minimum_capacity(program, OPTIONS)[:2] == (10, 10)
+    assert len(steps) < infeasible.STEPS
 
 
 @pytest.mark.usefixtures("compiled_kernels")

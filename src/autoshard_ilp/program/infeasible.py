@@ -28,7 +28,8 @@ from autoshard_ilp.program.onchip import shifted
 from autoshard_ilp.program.presolve import Presolve
 
 SECONDS = 10.0  # most for the whole search: its answer is a message, or the start of a larger search
-STEPS = 40
+STEPS = 40  # with prices
+PRICED = 0.5  # part of the time for them before CP-SAT is asked; the bound of prices alone need not meet the optimum
 RATE = 20.0  # of multiplicative weights, per usage relative to the least peak known
 CLIP = 1.5  # most of that relative usage that counts: plans of one moment alone are wild elsewhere
 SPREAD = 1e-5  # part of the cutting planes' weights given to all times, so that ties are decided well
@@ -140,6 +141,7 @@ class _Minimum:
         self.enough, self.beyond = enough, beyond
         self.owners, self.rows = Owners(program), list[Row]()
         self.lower, self.upper = 0, -1
+        self.priced = 0  # steps with prices so far
         self.best: np.ndarray | None = None
         self.used: list[np.ndarray] = []
         self.plans: list[np.ndarray] = []
@@ -152,21 +154,27 @@ class _Minimum:
                 f"time_limit={self.options.time_limit}. Raise it."
             )
         self._see(start)
-        for step in range(STEPS):
-            if self._finished() or not self.rows:
-                break
-            choices, bound = least_cost(weighted_usage(self.program, self._next_weights(step)), self.deadline)
-            if math.isfinite(bound):  # no bound, and no plan, when time ran out at once
-                self.lower = max(self.lower, math.ceil(bound * (1 - 1e-12) - 1e-6))
-            if choices is not None:
-                self._see(choices)
+        now = time.monotonic()
+        self._price(now + PRICED * (self.deadline - now))
         while not self._finished() and self._cpsat(self._pool(), POOL_SECONDS):
             pass
         while not self._finished():
             if not self._cpsat(seconds=WHOLE_SECONDS):
                 break
+        self._price(self.deadline)
         assert self.best is not None
         return min(self.lower, self.upper), self.upper, self.best
+
+    def _price(self, until: float) -> None:
+        """Steps with prices, at most ``STEPS`` in all, begun before ``until`` (of the monotonic clock)."""
+        while self.priced < STEPS and self.rows and time.monotonic() < until and not self._finished():
+            weights = self._next_weights(self.priced)
+            self.priced += 1
+            choices, bound = least_cost(weighted_usage(self.program, weights), self.deadline)
+            if math.isfinite(bound):  # no bound, and no plan, when time ran out at once
+                self.lower = max(self.lower, math.ceil(bound * (1 - 1e-12) - 1e-6))
+            if choices is not None:
+                self._see(choices)
 
     def _finished(self) -> bool:
         if self.enough is not None and (self.upper <= self.enough or self.lower > self.enough):
