@@ -199,10 +199,20 @@ def cut_off(output: Output, at_seconds: float) -> None:
     faulthandler.dump_traceback_later(max(0.1, at_seconds + 0.6 - output.seconds()), exit=True, file=quiet)
 
 
-def compile_kernels() -> None:
-    """Load the solver while the instance is read (on the first run this compiles)."""
+def load_solver() -> None:
+    """Imports, while the instance is read."""
     from autoshard_ilp.program import solve  # noqa: F401
-    from autoshard_ilp.program.large import solver  # noqa: F401
+
+
+def compile_kernels(nodes: int) -> None:
+    """What a program of that size needs first, which takes seconds on the first run: the limit counts it."""
+    from autoshard_ilp.program.compiled import load_kernels
+    from autoshard_ilp.program.large.route import LARGE_NODES
+
+    if nodes < LARGE_NODES:
+        load_kernels()
+    else:
+        from autoshard_ilp.program.large import solver  # noqa: F401
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -219,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # a shell's background jobs start with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     cut_off(output, args.time_limit + GRACE_SECONDS)
-    loading = threading.Thread(target=compile_kernels, name="compile", daemon=True)
+    loading = threading.Thread(target=load_solver, name="load", daemon=True)
     loading.start()
     try:
         if args.output is not None and not args.output.absolute().parent.is_dir():
@@ -231,6 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"read         {args.instance.name}: {len(program.nodes)} nodes, {len(program.edges)} edges", end=", ")
     print(f"{output.seconds():.2f} s", flush=True)
     loading.join()
+    compile_kernels(len(program.nodes))
     print(f"loaded       {output.seconds():.2f} s", flush=True)
     from autoshard_ilp.program.model import SolverOptions
     from autoshard_ilp.program.solve import solve

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 
 import numpy as np
 
@@ -14,9 +15,26 @@ from autoshard_ilp.program.reduce import dominated
 from autoshard_ilp.program.window.window import Window
 
 
+def load_kernels() -> float:
+    """Compile the kernels that every solve needs, or read them from Numba's cache, by solving something very small.
+
+    Returns:
+        The seconds that took, which a limit of time does not count; nothing is done twice in a process.
+    """
+    since = time.monotonic()
+    _load_kernels()
+    return time.monotonic() - since
+
+
+def load_windows() -> float:
+    """The same for the kernels of windows, as many again, which many a program does not need."""
+    since = time.monotonic()
+    _load_windows()
+    return time.monotonic() - since
+
+
 @functools.cache
-def load_kernels() -> None:
-    """Compile the kernels, or read them from Numba's cache, by solving something very small."""
+def _load_kernels() -> None:
     for rows in (0, 1):
         net = _two_nodes(rows)
         dominated(net, 0)
@@ -25,9 +43,12 @@ def load_kernels() -> None:
         messages.sweep(1.0)
         messages.improve(messages.decode())
         messages.totals()
-        if rows:
-            Window(net, 2, [np.ones(rows)]).solve(10.0, math.inf)
-            Window(_many_plans(), 10, [np.ones(rows)]).solve(20.0, math.inf)
+
+
+@functools.cache
+def _load_windows() -> None:
+    for net, capacity, limit in ((_two_nodes(1), 2, 10.0), (_many_plans(), 10, 20.0)):
+        Window(net, capacity, [np.ones(1)]).solve(limit, math.inf)
 
 
 def _two_nodes(rows: int) -> Net:

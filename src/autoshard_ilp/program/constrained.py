@@ -14,6 +14,7 @@ from autoshard_ilp.program import reduce
 from autoshard_ilp.program.branch import Tree
 from autoshard_ilp.program.capacity import Room
 from autoshard_ilp.program.closing import NEAR, Closing
+from autoshard_ilp.program.compiled import load_windows
 from autoshard_ilp.program.cpsat import CpOptions, CpResult, solve_rows
 from autoshard_ilp.program.dual import Dual
 from autoshard_ilp.program.families import Families
@@ -89,6 +90,8 @@ class Constrained:
             if least is not None:
                 self.remember(least)
                 fresh += [t for t in self.offer(least)[:1] if t not in fresh]  # where a plan gets into other trouble
+        if fresh:
+            self.search.began += load_windows()
         while fresh and not self.stop():
             self.rows += [self.owners.row(t) for t in fresh]
             self.search.report["rows"] = len(self.rows)

@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard_ilp._ortools import load_cp_model
 from autoshard_ilp.errors import InfeasibleError
-from autoshard_ilp.program.compiled import load_kernels
+from autoshard_ilp.program.compiled import load_kernels, load_windows
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, minimise_peak
 from autoshard_ilp.program.memory import Owners, Row
@@ -134,6 +134,7 @@ class _Minimum:
         self, program: Program, options: SolverOptions, seconds: float, enough: int | None, beyond: int | None
     ) -> None:
         load_kernels()
+        load_windows()
         began = time.monotonic()
         self.program, self.options = program, options
         self.begin_deadline = began + options.time_limit

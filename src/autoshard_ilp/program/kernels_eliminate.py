@@ -91,18 +91,18 @@ def min_sum_used(
     taken, least = np.empty((moments, columns), np.int64), np.empty((moments, columns), np.int64)
     for i in range(rows):
         best = out[i]
-        best[:] = INF
+        for j in range(columns):
+            best[j] = INF
         for s in range(strategies):
-            total[:] = cost[s]
+            for j in range(columns):
+                total[j] = cost[s]
+                for r in range(moments):
+                    taken[r, j] = 0
             for k in range(len(leads)):
                 size = (at[k + 1] - at[k]) // (strategies * leads[k])
                 begin = at[k] + (s * leads[k] + place[k, i]) * size
-                if size == 1:
-                    total += cells[begin]
-                else:
-                    for j in range(columns):
-                        total[j] += cells[begin + j]
-            taken[:] = 0
+                for j in range(columns):
+                    total[j] += cells[begin + (j if size > 1 else 0)]
             for k in range(len(held_leads)):
                 size = (held_at[k + 1] - held_at[k]) // (moments * strategies * held_leads[k])
                 for r in range(moments):
@@ -119,7 +119,8 @@ def min_sum_used(
                         least[r, j] = taken[r, j]
                 if fresh or total[j] < best[j] or (total[j] == best[j] and together < least_sum[j]):
                     best[j], least_sum[j] = total[j], together
-                    kept[:, i, j] = taken[:, j]
+                    for r in range(moments):
+                        kept[r, i, j] = taken[r, j]
         for j in range(columns):
             for r in range(moments):
                 if best[j] == INF:

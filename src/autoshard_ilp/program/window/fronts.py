@@ -128,7 +128,7 @@ class _Passes:
         for outside in self.outside:
             some = np.isfinite(outside).all(axis=1)
             least = outside[some][:, alone]
-            at = np.concatenate(([0], np.cumsum(some))).astype(np.int64)
+            at = _sums(some)
             used = np.ceil(least[:, 1:] - BYTES).astype(np.int64)
             found.append(States(at, least[:, 0].copy(), np.ascontiguousarray(used)))
         return found
@@ -153,10 +153,11 @@ class _Passes:
             alive &= some
         alive &= (rest + own <= self.within.limits).all(axis=1)
         bucket.keep(alive)
-        at = np.concatenate(([0], np.cumsum(np.bincount(bucket.group, minlength=bucket.groups)))).astype(np.int64)
-        children, first = self._children(bucket)
-        rows = Rows(at, bucket.cost, np.ascontiguousarray(bucket.used), own[alive], _columns(bucket), rest[alive])
-        ended, exact, alive, states, origin = compiled.forward(
+        columns = _columns([group for _, group in bucket.children], len(bucket.group))
+        used = np.ascontiguousarray(bucket.used)
+        rows = Rows(_starts(bucket.group, bucket.groups), bucket.cost, used, own[alive], columns, rest[alive])
+        children, first = self._children([self.fronts[child] for child, _ in bucket.children])
+        ended, exact, alive, states, origin = compiled.joined(
             rows, children, self.rests[number], fitting, self.within, most, WORK
         )
         if not ended:
@@ -164,52 +165,70 @@ class _Passes:
         bucket.keep(alive)
         origin[:, 0] = (np.cumsum(alive) - 1)[origin[:, 0]]
         origin[:, 1:] -= first
-        value = relaxed.value(states.cost, states.used)
-        least = kernels.least_by(np.repeat(np.arange(bucket.groups), np.diff(states.at)), value, bucket.groups)
-        self.fronts.append(Front(states, value, origin, least))
+        self.fronts.append(self._valued(states, origin))
         self.exact = self.exact and exact
         return True
 
-    def _children(self, bucket: Bucket) -> tuple[Children, np.ndarray]:
-        """The fronts of the children, and where each one's states begin."""
-        parts = [self.fronts[child] for child, _ in bucket.children]
-        begins, first, states = _joined([p.states for p in parts], bucket.used.shape[1])
-        none = np.zeros((0, len(self.within.limits)))
-        value = np.concatenate([p.value for p in parts] or [none])
-        least = np.concatenate([np.vstack((p.least, np.zeros((1, none.shape[1])))) for p in parts] or [none])
-        return Children(begins, states, value, least), first
+    def _valued(self, states: States, origin: np.ndarray) -> Front:
+        value, groups = self.relaxed.value(states.cost, states.used), len(states.at) - 1
+        least = kernels.least_by(np.repeat(np.arange(groups), np.diff(states.at)), value, groups)
+        return Front(states, value, origin, least)
+
+    def _children(self, fronts: list[Front]) -> tuple[Children, np.ndarray]:
+        """These fronts one after the other, and where each one's states begin."""
+        begins = _sums([len(f.states.at) for f in fronts])[:-1]
+        first = _sums([len(f.states.cost) for f in fronts])[:-1]
+        at = np.concatenate([f.states.at + b for f, b in zip(fronts, first, strict=True)] or [np.zeros(0, np.int64)])
+        cost = np.concatenate([f.states.cost for f in fronts] or [np.zeros(0)])
+        used = np.concatenate([f.states.used for f in fronts] or [np.zeros((0, len(self.relaxed.net.base)), np.int64)])
+        none = np.zeros((1, len(self.within.limits)))
+        value = np.concatenate([f.value for f in fronts] or [none[:0]])
+        least = np.concatenate([np.vstack((f.least, none)) for f in fronts] or [none[:0]])
+        return Children(begins, States(at, cost, used), value, least), first
 
     def _backward(self, most: int) -> bool:
-        """Fronts of the rest of the plan, for all groups; False where it takes too long."""
+        """Fronts of the rest of the plan, for all groups; False where it takes too long.
+
+        To a child, that is a row of the bucket with a state of each other child and a rest of the row's group.
+        """
         net = self.relaxed.net
         whole = States(np.array([0, 1]), np.array([net.constant]), net.base[None].astype(np.int64))
         rests: list[States] = [whole] * len(self.buckets)
         for number in range(len(self.buckets) - 1, -1, -1):
             bucket = self.buckets[number]
-            for place, (child, group) in enumerate(bucket.children):
+            above = (self._valued(rests[number], np.zeros((0, 0), np.int64)), bucket.group)
+            for place in range(len(bucket.children)):
                 if time.monotonic() > self.deadline:
                     return False
-                others = bucket.children[:place] + bucket.children[place + 1 :]
-                begins, _, fronts = _joined([self.fronts[c].states for c, _ in others], bucket.used.shape[1])
-                ended, rests[child] = compiled.backward(
-                    np.argsort(group, kind="stable"),
-                    group,
-                    bucket.group,
-                    bucket.cost,
-                    np.ascontiguousarray(bucket.used),
-                    np.delete(_columns(bucket), place, axis=1),
-                    begins,
-                    fronts,
-                    rests[number],
-                    self.fronts[child].states,
-                    self.within,
-                    most,
-                    WORK,
-                )
-                if not ended:
+                found = self._rest(bucket, above, place, most)
+                if found is None:
                     return False
+                rests[bucket.children[place][0]] = found
         self.rests = rests
         return True
+
+    def _rest(self, bucket: Bucket, above: tuple[Front, np.ndarray], place: int, most: int) -> States | None:
+        """Fronts of everything but one child of a bucket, for each of its groups; None: it takes too long.
+
+        Args:
+            above: the rests of the bucket's groups, and each row's group.
+            place: of the child.
+            most: states of a front.
+        """
+        relaxed, (child, group) = self.relaxed, bucket.children[place]
+        mine = self.fronts[child]
+        parts = [above] + [(self.fronts[c], g) for c, g in bucket.children[:place] + bucket.children[place + 1 :]]
+        rest = mine.least[group] + sum(front.least[g] for front, g in parts)
+        own = relaxed.value(bucket.cost, bucket.used)
+        order = np.argsort(group, kind="stable")
+        order = order[(rest + own <= self.within.limits).all(axis=1)[order]]
+        columns = _columns([g[order] for _, g in parts], len(order))
+        at = _starts(group[order], len(mine.least))
+        rows = Rows(at, bucket.cost[order], bucket.used[order], own[order], columns, rest[order])
+        children, _ = self._children([front for front, _ in parts])
+        free = np.full((len(mine.least), bucket.used.shape[1]), compiled.NOTHING)
+        ended, _, _, states, _ = compiled.joined(rows, children, mine.states, free, self.within, most, WORK)
+        return states if ended else None
 
     def _plan(self, state: int) -> np.ndarray:
         """The choices of the net's live nodes (others 0) that a state of the last bucket stands for."""
@@ -233,17 +252,16 @@ class _Passes:
         return True
 
 
-def _columns(bucket: Bucket) -> np.ndarray:
+def _columns(groups: list[np.ndarray], rows: int) -> np.ndarray:
     """The groups of the children, (rows, children)."""
-    shape = len(bucket.children), len(bucket.group)  # either may be 0
-    return np.array([group for _, group in bucket.children], np.int64).reshape(shape).T.copy()
+    return np.array(groups, np.int64).reshape(len(groups), rows).T.copy()  # either may be 0
 
 
-def _joined(parts: list[States], moments: int) -> tuple[np.ndarray, np.ndarray, States]:
-    """Where the groups of each begin and where its states do, and all of them as one."""
-    begins = np.concatenate(([0], np.cumsum([len(p.at) for p in parts]))).astype(np.int64)[:-1]
-    first = np.concatenate(([0], np.cumsum([len(p.cost) for p in parts]))).astype(np.int64)[:-1]
-    at = np.concatenate([p.at + b for p, b in zip(parts, first, strict=True)] or [np.zeros(0, np.int64)])
-    cost = np.concatenate([p.cost for p in parts] or [np.zeros(0)])
-    used = np.concatenate([p.used for p in parts] or [np.zeros((0, moments), np.int64)])
-    return begins, first, States(at, cost, used)
+def _starts(group: np.ndarray, groups: int) -> np.ndarray:
+    """Where each group begins in rows ordered by group, and where the last one ends."""
+    return _sums(np.bincount(group, minlength=groups))
+
+
+def _sums(sizes: np.ndarray | list[int]) -> np.ndarray:
+    """How many there are before each, and in all."""
+    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)

@@ -1,4 +1,6 @@
-"""Compiled loops over partial plans (Numba): fronts of limited size, forwards and backwards.
+"""Compiled loops over partial plans (Numba): fronts of limited size.
+
+Loops over numbers, where NumPy would say it in a line: Numba compiles these ten times as fast, once per machine.
 
 A front that is too large is merged: some of its partial plans become one that is as cheap as the cheapest of them and
 holds, in every memory row, as little as the smallest. What follows from such a front holds for more than what there is:
@@ -84,12 +86,40 @@ class Within(NamedTuple):
 
 
 @njit(cache=True)
-def _room_for(values: np.ndarray, count: int, wanted: int) -> np.ndarray:
-    """The array, or one with room for as many entries as are wanted and the first ``count`` of its own."""
-    if wanted <= len(values):
-        return values
-    out = np.empty((max(wanted, 2 * len(values)), *values.shape[1:]), values.dtype)
-    out[:count] = values[:count]
+def _room_in(cost: np.ndarray, count: int) -> np.ndarray:
+    """The array, or a longer one with all of its numbers, so that number ``count`` has a place."""
+    if count < len(cost):
+        return cost
+    out = np.empty(2 * count)
+    for i in range(len(cost)):
+        out[i] = cost[i]
+    return out
+
+
+@njit(cache=True)
+def _room_in_rows(rows: np.ndarray, count: int) -> np.ndarray:
+    """The array, or a longer one with all of its rows, so that row ``count`` has a place."""
+    if count < len(rows):
+        return rows
+    out = np.empty((2 * count, rows.shape[1]), np.int64)
+    for i in range(len(rows)):
+        _copy(rows, i, out, i)
+    return out
+
+
+@njit(cache=True)
+def _copy(rows: np.ndarray, i: int, out: np.ndarray, j: int) -> None:
+    """Row ``i`` becomes row ``j`` there."""
+    for r in range(rows.shape[1]):
+        out[j, r] = rows[i, r]
+
+
+@njit(cache=True)
+def _rows_of(rows: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """Those rows, in an array of their own."""
+    out = np.empty((len(which), rows.shape[1]), np.int64)
+    for n in range(len(which)):
+        _copy(rows, which[n], out, n)
     return out
 
 
@@ -102,12 +132,14 @@ def undominated(cost: np.ndarray, used: np.ndarray) -> np.ndarray:
     for end in range(1, count + 1):  # of equals in cost, those of least bytes first
         if end == count or cost[order[end]] != cost[order[begin]]:
             if end - begin > 1:
-                part = order[begin:end].copy()
-                held = np.zeros(end - begin, np.int64)
+                part, held = np.empty(end - begin, np.int64), np.zeros(end - begin)
                 for at in range(end - begin):
+                    part[at] = order[begin + at]
                     for r in range(used.shape[1]):
                         held[at] += used[part[at], r]
-                order[begin:end] = part[np.argsort(held)]
+                by_held = np.argsort(held)
+                for at in range(end - begin):
+                    order[begin + at] = part[by_held[at]]
             begin = end
     kept = np.empty(count, np.int64)
     found = 0
@@ -124,7 +156,7 @@ def undominated(cost: np.ndarray, used: np.ndarray) -> np.ndarray:
         if not beaten:
             kept[found] = i
             found += 1
-    return kept[:found].copy()
+    return kept[:found]
 
 
 @njit(cache=True)
@@ -155,7 +187,10 @@ def parts_of(points: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     end[0], parts = len(points), 1
     middle[0] = _measure(points, order, 0, len(points), width, dim, 0)
     while parts < most:
-        p = int(np.argmax(width[:parts]))
+        p = 0
+        for q in range(parts):
+            if width[q] > width[p]:
+                p = q
         if width[p] <= 0.0:
             break
         i, j = begin[p], end[p] - 1
@@ -173,15 +208,16 @@ def parts_of(points: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
         middle[p] = _measure(points, order, begin[p], i, width, dim, p)
         middle[parts] = _measure(points, order, i, end[parts], width, dim, parts)
         parts += 1
-    sequence = np.argsort(begin[:parts])
-    new = np.empty(len(points), np.int64)
-    at, begins = 0, np.zeros(parts + 1, np.int64)
-    for n in range(parts):
-        p = sequence[n]
-        new[at : at + end[p] - begin[p]] = order[begin[p] : end[p]]
-        at += end[p] - begin[p]
-        begins[n + 1] = at
-    return new, begins
+    starts = np.zeros(len(points) + 1, np.bool_)
+    for p in range(parts):
+        starts[begin[p]] = True
+    begins, found = np.zeros(parts + 1, np.int64), 0
+    for at in range(len(points)):
+        if starts[at]:
+            begins[found] = at
+            found += 1
+    begins[parts] = len(points)
+    return order, begins
 
 
 @njit(cache=True)
@@ -202,7 +238,9 @@ def merged(
         best = INF
         for at in range(begins[p], begins[p + 1]):
             i = order[at]
-            total = points[i].sum()
+            total = 0.0
+            for d in range(1 + rows):
+                total += points[i, d]
             if total < best:
                 best, stands[p] = total, i
             out_cost[p] = min(out_cost[p], cost[i])
@@ -227,23 +265,34 @@ def _front(
     if len(cost) > FIRST_MERGE * most:
         cost, used, stands = merged(cost, used, scale, FIRST_MERGE * most)
         exact = False
-    kept = undominated(cost, np.maximum(used, fitting))
-    cost, used, stands = cost[kept], used[kept], stands[kept]
+    counted = np.empty_like(used)
+    for i in range(len(cost)):
+        for r in range(used.shape[1]):
+            counted[i, r] = max(used[i, r], fitting[r])
+    kept = undominated(cost, counted)
+    some = np.empty(len(kept))
+    for n in range(len(kept)):
+        some[n] = cost[kept[n]]
+    cost, used = some, _rows_of(used, kept)
     if len(kept) > most:
         cost, used, first = merged(cost, used, scale, most)
-        return cost, used, stands[first], False
-    return cost, used, stands, exact
+        for n in range(len(first)):
+            first[n] = stands[kept[first[n]]]
+        return cost, used, first, False
+    for n in range(len(kept)):
+        kept[n] = stands[kept[n]]
+    return cost, used, kept, exact
 
 
 @njit(cache=True)
-def _completes(cost: float, used: np.ndarray, rests: States, begin: int, end: int, within: Within) -> bool:
-    """Whether one of these rests of the plan, by cost, leaves it within its seconds and bytes."""
+def _completes(cost: float, used: np.ndarray, i: int, rests: States, begin: int, end: int, within: Within) -> bool:
+    """Whether one of these rests of the plan, by cost, leaves partial plan ``i`` within its seconds and bytes."""
     for h in range(begin, end):
         if cost + rests.cost[h] > within.seconds:
             return False
         fits = True
-        for r in range(len(used)):
-            if used[r] + rests.used[h, r] > within.capacity[r]:
+        for r in range(used.shape[1]):
+            if used[i, r] + rests.used[h, r] > within.capacity[r]:
                 fits = False
                 break
         if fits:
@@ -272,14 +321,13 @@ def _pairs(
     for a in range(len(cost)):
         for s in range(begin, end):
             if fit(value, a, children.value, s, room):
-                pairs = _room_for(pairs, found, found + 1)
+                pairs = _room_in_rows(pairs, found)
                 pairs[found, 0], pairs[found, 1] = a, s
                 found += 1
-    pairs = pairs[:found]
     both = np.empty((found, used.shape[1]), np.int64)
     seconds = np.empty(found)
     for p in range(found):
-        a, s = pairs[p]
+        a, s = pairs[p, 0], pairs[p, 1]
         seconds[p] = cost[a] + children.states.cost[s]
         for r in range(used.shape[1]):
             both[p, r] = used[a, r] + children.states.used[s, r]
@@ -287,40 +335,43 @@ def _pairs(
 
 
 @njit(cache=True)
-def forward(
+def joined(
     rows: Rows, children: Children, rests: States, fitting: np.ndarray, within: Within, most: int, work: int
 ) -> tuple[bool, bool, np.ndarray, States, np.ndarray]:
-    """Per group of a bucket, the partial plans of its rows with a state of each child.
+    """Per group of rows, a front of the partial plans made of one of them and a state of each of its children.
 
     A partial plan goes as soon as some relaxation says that no plan with it is within that one's limit, and, with all
     its children, where none of the rests of the plan completes it.
 
     Args:
-        rests: per group of the bucket, a front of everything else, by cost.
+        rests: per group, a front of everything else, by cost.
         fitting: per group and memory row, bytes that are never too much.
         most: partial plans of one group.
         work: pairs looked at, at most.
 
     Returns:
-        Whether it came to an end, whether nothing was merged, the rows that are part of something, and the states with
-        their origin: their row, and their state of each child.
+        Whether it came to an end, whether nothing was merged, the rows that are part of something, and the states, by
+        cost, with their origin: their row, and their state of each child.
     """
     groups, moments, n_children = len(rows.at) - 1, rows.used.shape[1], rows.children.shape[1]
     at, total = np.zeros(groups + 1, np.int64), 0
     out_cost, out_used = np.empty(64), np.empty((64, moments), np.int64)
     out_from = np.empty((64, 1 + n_children), np.int64)
-    all_cost, all_used, all_from = out_cost.copy(), out_used.copy(), out_from.copy()
+    all_cost, all_used = np.empty(64), np.empty((64, moments), np.int64)
+    all_from = np.empty((64, 1 + n_children), np.int64)
     alive, exact, looked = np.zeros(len(rows.cost), np.bool_), True, 0
-    never = np.full(moments, NOTHING)
+    never, free, room = np.full(moments, NOTHING), np.empty(moments, np.int64), np.empty(len(within.limits))
     for g in range(groups):
         count = 0
         for i in range(rows.at[g], rows.at[g + 1]):
             cost, used, value = rows.cost[i : i + 1], rows.used[i : i + 1], rows.value[i : i + 1]
             origin = np.full((1, 1 + n_children), i)
-            room = within.limits - rows.rest[i]
+            for k in range(len(room)):
+                room[k] = within.limits[k] - rows.rest[i, k]
             for j in range(n_children):
                 child = children.begins[j] + rows.children[i, j]
-                room += children.least[child]
+                for k in range(len(room)):
+                    room[k] += children.least[child, k]
                 begin, end = children.states.at[child], children.states.at[child + 1]
                 looked += len(cost) * (end - begin)
                 if looked > work:
@@ -330,136 +381,41 @@ def forward(
                     break
                 if j < n_children - 1 and len(cost) > FEW:
                     cost, used, stands, same = _front(cost, used, never, within.scale, most)
-                    pairs, exact = pairs[stands], exact and same
+                    exact = exact and same
+                else:
+                    stands = np.arange(len(cost))
                 value = _values(cost, used, within.weights)
                 before, origin = origin, np.empty((len(cost), 1 + n_children), np.int64)
                 for p in range(len(cost)):
-                    origin[p] = before[pairs[p, 0]]
-                    origin[p, 1 + j] = pairs[p, 1]
+                    _copy(before, pairs[stands[p], 0], origin, p)
+                    origin[p, 1 + j] = pairs[stands[p], 1]
             looked += len(cost)
             for a in range(len(cost)):
-                if _completes(cost[a], used[a], rests, rests.at[g], rests.at[g + 1], within):
-                    all_cost, all_used = _room_for(all_cost, count, count + 1), _room_for(all_used, count, count + 1)
-                    all_from = _room_for(all_from, count, count + 1)
-                    all_cost[count], all_used[count], all_from[count] = cost[a], used[a], origin[a]
+                if _completes(cost[a], used, a, rests, rests.at[g], rests.at[g + 1], within):
+                    all_cost, all_used = _room_in(all_cost, count), _room_in_rows(all_used, count)
+                    all_from = _room_in_rows(all_from, count)
+                    all_cost[count] = cost[a]
+                    _copy(used, a, all_used, count)
+                    _copy(origin, a, all_from, count)
                     alive[i] = True
                     count += 1
+            if count > LATER_MERGE * most:
+                wide = FIRST_MERGE * most
+                all_cost, all_used, stands, same = _front(all_cost[:count], all_used[:count], never, within.scale, wide)
+                exact, count = exact and same, len(all_cost)
+                all_from = _rows_of(all_from, stands)
         if count:
-            cost, used, stands, same = _front(all_cost[:count], all_used[:count], fitting[g], within.scale, most)
+            for r in range(moments):
+                free[r] = fitting[g, r]
+            cost, used, stands, same = _front(all_cost[:count], all_used[:count], free, within.scale, most)
             exact = exact and same
-            end = total + len(cost)
-            out_cost, out_used = _room_for(out_cost, total, end), _room_for(out_used, total, end)
-            out_from = _room_for(out_from, total, end)
             by_cost = np.argsort(cost)
-            for a in range(len(cost)):
-                out_cost[total], out_used[total] = cost[by_cost[a]], used[by_cost[a]]
-                out_from[total] = all_from[stands[by_cost[a]]]
+            for a in by_cost:
+                out_cost, out_used = _room_in(out_cost, total), _room_in_rows(out_used, total)
+                out_from = _room_in_rows(out_from, total)
+                out_cost[total] = cost[a]
+                _copy(used, a, out_used, total)
+                _copy(all_from, stands[a], out_from, total)
                 total += 1
         at[g + 1] = total
-    return True, exact, alive, States(at, out_cost[:total].copy(), out_used[:total].copy()), out_from[:total].copy()
-
-
-@njit(cache=True)
-def backward(
-    order: np.ndarray,
-    child: np.ndarray,
-    group: np.ndarray,
-    cost: np.ndarray,
-    used: np.ndarray,
-    siblings: np.ndarray,
-    begins: np.ndarray,
-    fronts: States,
-    rests: States,
-    mine: States,
-    within: Within,
-    most: int,
-    work: int,
-) -> tuple[bool, States]:
-    """Per group of one child of a bucket, a front of the rest of the plan, by cost.
-
-    It holds a row of the bucket with this group, states of the row's other children, and the rest of the plan of the
-    row's group; where that completes none of the child's own states, it goes.
-
-    Args:
-        order: rows of the bucket by the child's group.
-        child: per row, the child's group.
-        group: per row, its own.
-        cost, used: of each row alone.
-        siblings: per row and other child, its group.
-        begins: per other child, where its groups begin in ``fronts.at``.
-        fronts: of the other children.
-        rests: of the bucket's groups.
-        mine: the child's own front.
-        most: per group.
-        work: pairs looked at, at most.
-
-    Returns:
-        Whether it came to an end, and the fronts.
-    """
-    groups, moments = len(mine.at) - 1, used.shape[1]
-    at, total = np.zeros(groups + 1, np.int64), 0
-    out_cost, out_used = np.empty(64), np.empty((64, moments), np.int64)
-    all_cost, all_used = out_cost.copy(), out_used.copy()
-    never = np.full(moments, NOTHING)
-    place, looked = 0, 0
-    for q in range(groups):
-        count, first, last = 0, mine.at[q], mine.at[q + 1]
-        least_cost, least_used = INF, np.full(moments, 2**62)
-        for s in range(first, last):
-            least_cost = min(least_cost, mine.cost[s])
-            least_used = np.minimum(least_used, mine.used[s])
-        while place < len(order) and child[order[place]] == q:
-            i = order[place]
-            place += 1
-            if first == last:
-                continue
-            begin, end = rests.at[group[i]], rests.at[group[i] + 1]
-            now_cost, now_used = rests.cost[begin:end] + cost[i], rests.used[begin:end] + used[i]
-            for j in range(len(begins)):
-                other = begins[j] + siblings[i, j]
-                begin, end = fronts.at[other], fronts.at[other + 1]
-                looked += len(now_cost) * (end - begin)
-                if looked > work:
-                    return False, States(at, out_cost[:0], out_used[:0])
-                new_cost, new_used, found = np.empty(64), np.empty((64, moments), np.int64), 0
-                for a in range(len(now_cost)):
-                    for s in range(begin, end):
-                        if now_cost[a] + fronts.cost[s] + least_cost > within.seconds:
-                            break  # by cost
-                        new_cost, new_used = (
-                            _room_for(new_cost, found, found + 1),
-                            _room_for(new_used, found, found + 1),
-                        )
-                        fits = True
-                        for r in range(moments):
-                            new_used[found, r] = now_used[a, r] + fronts.used[s, r]
-                            fits = fits and new_used[found, r] + least_used[r] <= within.capacity[r]
-                        if fits:
-                            new_cost[found] = now_cost[a] + fronts.cost[s]
-                            found += 1
-                now_cost, now_used = new_cost[:found], new_used[:found]
-                if found > FEW:
-                    now_cost, now_used, _, _ = _front(now_cost, now_used, never, within.scale, most)
-            looked += len(now_cost)
-            for a in range(len(now_cost)):
-                if _completes(now_cost[a], now_used[a], mine, first, last, within):
-                    all_cost, all_used = _room_for(all_cost, count, count + 1), _room_for(all_used, count, count + 1)
-                    all_cost[count], all_used[count] = now_cost[a], now_used[a]
-                    count += 1
-            if count > LATER_MERGE * most:
-                some_cost, some_used, _, _ = _front(
-                    all_cost[:count], all_used[:count], never, within.scale, FIRST_MERGE * most
-                )
-                count = len(some_cost)
-                all_cost[:count], all_used[:count] = some_cost, some_used
-        if looked > work:
-            return False, States(at, out_cost[:0], out_used[:0])
-        if count:
-            some_cost, some_used, _, _ = _front(all_cost[:count], all_used[:count], never, within.scale, most)
-            end = total + len(some_cost)
-            out_cost, out_used = _room_for(out_cost, total, end), _room_for(out_used, total, end)
-            by_cost = np.argsort(some_cost)
-            out_cost[total:end], out_used[total:end] = some_cost[by_cost], some_used[by_cost]
-            total = end
-        at[q + 1] = total
-    return True, States(at, out_cost[:total].copy(), out_used[:total].copy())
+    return True, exact, alive, States(at, out_cost[:total], out_used[:total]), out_from[:total]
