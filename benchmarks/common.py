@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import importlib.metadata
 import json
@@ -46,21 +45,6 @@ def in_own_process(
             return json.loads(answer.read_text())
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         return [{"case": case, "status": f"failed: {last[:200]}"}]
-
-
-def keep_memory() -> bool:
-    """Whether this process now keeps what it frees, as the allocators of accelerators do (with glibc it does).
-
-    glibc takes every block beyond 32 MiB fresh from the system and gives it back: touching each page for the first time
-    takes several times what a collective does with it, in every step. To be called before anything starts threads.
-
-    Source: man 3 mallopt, and the constants of malloc.h.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None:
-        return False
-    mmap_max, trim_threshold, top_pad, arena_max = (-4, 0), (-1, 2**31 - 1), (-2, 2**28), (-8, 1)
-    return all(mallopt(*setting) == 1 for setting in (mmap_max, trim_threshold, top_pad, arena_max))
 
 
 def driver_parser(description: str | None) -> argparse.ArgumentParser:

@@ -22,17 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import (
-    answer,
-    driver_parser,
-    import_everything,
-    in_own_process,
-    keep_memory,
-    machine,
-    matching,
-    result_file,
-    table,
-)
+from common import answer, driver_parser, import_everything, in_own_process, machine, matching, result_file, table
 
 MESH = {"data": 2, "model": 4}
 CALIBRATION_SECONDS = 240.0
@@ -148,7 +138,6 @@ def measure(name: str, profile: str, steps: int, queue: Path | None, raw: Path |
         queue: folder by which models that are planned at the same time take turns to be measured (see ``_turn``).
         raw: folder for compiled texts and seconds by operation.
     """
-    keep_memory()
     import jax
 
     jax.config.update("jax_num_cpu_devices", math.prod(MESH.values()))
@@ -306,7 +295,6 @@ def report(rows: list[dict[str, Any]], profile: Path | None) -> str:
 
 def calibrated(path: Path) -> None:
     """Writes the profile of 8 CPU devices."""
-    keep_memory()
     import jax
 
     jax.config.update("jax_num_cpu_devices", math.prod(MESH.values()))
