@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding
 from autoshard_ilp import manual
 from autoshard_ilp._jax_compat import open_jaxpr, row_major
 from autoshard_ilp.apply import Decisions
-from autoshard_ilp.apply.interpreter import Run
+from autoshard_ilp.apply.operations import Operations
 from autoshard_ilp.apply.planned import Planned
+from autoshard_ilp.apply.values import Values
 from autoshard_ilp.costs.collectives import ring_bytes_per_device
 from autoshard_ilp.costs.reshard import steps
 from autoshard_ilp.costs.resolution import resolution_payloads
@@ -415,6 +416,7 @@ def test_what_all_readers_move_to_the_front_leads() -> None:
 
     closed = jax.make_jaxpr(gradients)(jnp.zeros((8, 16)), jnp.zeros((8, 24)))
     graph = insert_hubs(build_graph(closed, argument_paths=("g", "x"), result_paths=("a", "b", "c")))
-    run = Run(Planned(graph, Decisions(), mesh_of("cpu:8"), NAMES), [])
+    plan = Planned(graph, Decisions(), mesh_of("cpu:8"), NAMES)
+    operations = Operations(plan, Values(plan), [])
     products = [op for op in graph.ops if op.primitive == "dot_general"]
-    assert [run.leading(op.outputs[0]) for op in products] == [1, 0, 0]
+    assert [operations.leading(op.outputs[0]) for op in products] == [1, 0, 0]

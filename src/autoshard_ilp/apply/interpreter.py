@@ -12,7 +12,7 @@ from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.apply.decisions import Decisions, auto_mesh
 from autoshard_ilp.apply.operations import Operations
 from autoshard_ilp.apply.planned import Planned
-from autoshard_ilp.apply.values import Frame
+from autoshard_ilp.apply.values import Frame, Values
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.graph import Graph, Op, Region
 from autoshard_ilp.sharding import Layout
@@ -54,30 +54,38 @@ def planned_function(
     return step
 
 
-class Run(Operations):
-    """One trace of the planned step."""
+class Run:
+    """One trace of the planned step.
+
+    Args:
+        arguments: of the step, in the order of the graph's.
+    """
+
+    def __init__(self, plan: Planned, arguments: Sequence[Any]) -> None:
+        self.plan, self.graph, self.values = plan, plan.graph, Values(plan)
+        self.operations = Operations(plan, self.values, arguments)
 
     def results(self) -> list[Any]:
         top = Frame()
         self.run(0, top)
         ops = self.graph.ops
-        return [self.array(top, ops[r], 0) for r in self.graph.results]
+        return [self.values.array(top, ops[r], 0) for r in self.graph.results]
 
     def run(self, region: int, frame: Frame) -> None:
         for item in self.plan.schedule[region]:
             if isinstance(item, Region):
                 {"scan": self.scan, "while": self.while_loop, "cond": self.cond}[item.kind](item, frame)
             else:
-                self.operation(item, frame)
+                self.operations.run(item, frame)
 
     def carries(self, region: Region, outer: Frame) -> list[Any]:
         ops = self.graph.ops
-        return [self.array(outer, ops[c], 0) for c in region.carries]
+        return [self.values.array(outer, ops[c], 0) for c in region.carries]
 
     def enter(self, region: Region, outer: Frame, carried: Sequence[Any]) -> Frame:
         frame = Frame(outer)
         for c, value in zip(region.carries, carried, strict=True):
-            self.write(frame, self.graph.ops[c], 0, value)
+            self.values.write(frame, self.graph.ops[c], 0, value)
         return frame
 
     def leave(self, region: Region, frame: Frame) -> list[Any]:
@@ -86,23 +94,23 @@ class Run(Operations):
         for c in region.carries:
             op = self.graph.ops[c]
             layout = self.plan.decisions.results.get((c, 0))
-            ends.append(self.plan.constrain(self.array(frame, op, 1), op.outputs[0], layout))
+            ends.append(self.plan.constrain(self.values.array(frame, op, 1), op.outputs[0], layout))
         return ends
 
     def finals(self, region: Region, outer: Frame, values: Sequence[Any]) -> None:
         for c, value in zip(region.carries, values, strict=True):
-            self.write(outer, self.graph.ops[c], 1, value)
+            self.values.write(outer, self.graph.ops[c], 1, value)
 
     def scan(self, region: Region, outer: Frame) -> None:
         ops = self.graph.ops
-        xs = [self.read(outer, ops[s], 0) for s in region.slices]
+        xs = [self.values.read(outer, ops[s], 0) for s in region.slices]
 
         def body(carried: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             frame = self.enter(region, outer, carried)
             for s, value in zip(region.slices, x, strict=True):
-                self.write(frame, ops[s], 0, value)
+                self.values.write(frame, ops[s], 0, value)
             self.run(region.id, frame)
-            return self.leave(region, frame), [self.array(frame, ops[s], 0) for s in region.stacks]
+            return self.leave(region, frame), [self.values.array(frame, ops[s], 0) for s in region.stacks]
 
         with compat.under_name_stack(region.name_stack):
             finals, ys = jax.lax.scan(
@@ -115,7 +123,7 @@ class Run(Operations):
             )
             self.finals(region, outer, finals)
             for s, value in zip(region.stacks, ys, strict=True):
-                self.write(outer, ops[s], 0, value)
+                self.values.write(outer, ops[s], 0, value)
 
     def while_loop(self, region: Region, outer: Frame) -> None:
         ops = self.graph.ops
@@ -126,7 +134,7 @@ class Run(Operations):
             frame = self.enter(region, outer, carried)
             operands: list[Any] = [None] * test.params["n_operands"]
             for i, position in enumerate(test.params["used"]):
-                operands[position] = self.read(frame, test, i)
+                operands[position] = self.values.read(frame, test, i)
             return compat.run_jaxpr(test.params["jaxpr"], operands)[0]
 
         def body(carried: Sequence[Any]) -> list[Any]:
@@ -155,7 +163,7 @@ class Run(Operations):
             def run_branch() -> list[Any]:
                 frame = Frame(outer)
                 self.run(region.branches[position], frame)
-                ends = [self.array(frame, op, position) for op in merges]
+                ends = [self.values.array(frame, op, position) for op in merges]
                 return [
                     self.plan.constrain(v, op.outputs[0], at) for v, op, at in zip(ends, merges, layouts, strict=True)
                 ]
@@ -163,7 +171,7 @@ class Run(Operations):
             return run_branch
 
         with compat.under_name_stack(region.name_stack):
-            index = self.value(outer, region.index)
+            index = self.values.value(outer, region.index)
             values = jax.lax.switch(index, [branch(i) for i in range(len(region.branches))])
             for op, value in zip(merges, values, strict=True):
-                self.write(outer, op, 0, value)
+                self.values.write(outer, op, 0, value)

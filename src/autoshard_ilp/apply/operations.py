@@ -22,37 +22,36 @@ from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, 
 from autoshard_ilp.sharding import Layout, local_bytes, replicated
 
 
-class Operations(Values):
+class Operations:
     """How operations of one trace run.
 
     Args:
         arguments: of the step, in the order of the graph's.
     """
 
-    def __init__(self, plan: Planned, arguments: Sequence[Any]) -> None:
-        super().__init__(plan)
-        self.arguments = arguments
+    def __init__(self, plan: Planned, values: Values, arguments: Sequence[Any]) -> None:
+        self.plan, self.graph, self.values, self.arguments = plan, plan.graph, values, arguments
 
-    def operation(self, op: Op, frame: Frame) -> None:
+    def run(self, op: Op, frame: Frame) -> None:
+        """One operation, unless the loop or branch that owns it runs it."""
         if op.primitive == "argument":
-            self.write(frame, op, 0, self.arguments[op.position])
+            self.values.write(frame, op, 0, self.arguments[op.position])
         elif op.primitive == "constant":
-            self.write(frame, op, 0, jnp.asarray(op.params["value"]))
+            self.values.write(frame, op, 0, jnp.asarray(op.params["value"]))
         elif op.primitive == "hub":
             with compat.under_name_stack(self.plan.stack(op)):
                 self.hub(op, frame)
         elif op.primitive == "recompute":
             with compat.under_name_stack(self.plan.stack(op)):
-                self.write(frame, op, 0, self.tied(op, frame))
+                self.values.write(frame, op, 0, self.tied(op, frame))
         elif op.primitive == "loop_invariant":
-            self.write(frame, op, 0, self.read(frame, op, 0))
+            self.values.write(frame, op, 0, self.values.read(frame, op, 0))
         elif op.eqn is not None or op.primitive == "optimization_barrier":
             self.equation(op, frame)
-        # What is left is done by the loop or branch that owns it, or is a result.
 
     def equation(self, op: Op, frame: Frame) -> None:
         with compat.under_name_stack(self.plan.stack(op)):
-            args = [self.in_order(frame, op, i, self.read(frame, op, i)) for i in range(len(op.inputs))]
+            args = [self.in_order(frame, op, i, self.values.read(frame, op, i)) for i in range(len(op.inputs))]
             if op.primitive == "conv_general_dilated":
                 args = self.whole_windows(op, args)
             args = within_bounds(self.graph.view(op), args, self.plan.mesh.size)
@@ -64,7 +63,7 @@ class Operations(Values):
             outs = self.bind(op, args, frame)
         with compat.under_name_stack(self.plan.stack(op)):
             for j, out in enumerate(outs):
-                self.write(frame, op, j, out)
+                self.values.write(frame, op, j, out)
             self.note_computed(op, frame)
 
     def note_computed(self, op: Op, frame: Frame) -> None:
@@ -131,7 +130,7 @@ class Operations(Values):
                 value = ties.tied(value, known)
         if (op.id, i) in self.plan.pieces:
             anchor = self.plan.anchor(op)
-            tied = None if anchor is None else self.after(frame, op, value, op.inputs[i], anchor)
+            tied = None if anchor is None else self.values.after(frame, op, value, op.inputs[i], anchor)
             value = value if tied is None else tied
         return value
 
@@ -241,28 +240,29 @@ class Operations(Values):
         layout = decided.results.get((op.id, 0))
         first = op.params.get("first")
         if op.id in decided.regather and layout is not None:
-            part = self.cut_before(frame, op.inputs[0], layout)
+            part = self.values.cut_before(frame, op.inputs[0], layout)
             if part is not None:  # nothing is gathered
                 frame.values[op.outputs[0]] = part
                 return
             value = self.tied(op, frame)
             stays = layout == self.plan.layout(op.inputs[0])  # then what reads the hub makes the copy
-            frame.values[op.outputs[0]] = value if stays else self.reshard(value, op, 0, layout)
+            frame.values[op.outputs[0]] = value if stays else self.values.reshard(value, op, 0, layout)
         elif first is not None and layout is not None and decided.results.get((first, 0)) == layout:
             frame.values[op.outputs[0]] = frame.get(self.graph.ops[first].outputs[0])
         elif decided.operands.get((op.id, 0)) == layout:
-            frame.values[op.outputs[0]] = self.read(frame, op, 0)  # the copy that is read has this layout already
+            # The copy that is read has this layout already.
+            frame.values[op.outputs[0]] = self.values.read(frame, op, 0)
         else:
-            self.write(frame, op, 0, self.read(frame, op, 0))
+            self.values.write(frame, op, 0, self.values.read(frame, op, 0))
 
     def tied(self, op: Op, frame: Frame) -> Any:
         """The operand of a hub or recompute, in its own layout, unavailable before a value of the backward pass is."""
         plan, tensor = self.plan, op.inputs[0]
-        value = self.value(frame, tensor)
+        value = self.values.value(frame, tensor)
         anchor = plan.anchor(op)
         if anchor is None:
             return value
-        tied = self.after(frame, op, value, tensor, anchor)
+        tied = self.values.after(frame, op, value, tensor, anchor)
         if tied is not None:
             return tied
         value, frame.values[anchor] = jax.lax.optimization_barrier((value, frame.get(anchor)))

@@ -93,6 +93,7 @@ def seconds_of(
         return time.perf_counter() - began
 
     run(0)  # compiles
+    run(1)  # touches memory for the first time, which may take many times what it takes afterwards
     empty = min(run(0) for _ in range(3))
     count = 1
     # What a run of no iterations takes, copies of a large operand, must not hide what the iterations do.
