@@ -23,7 +23,7 @@ from autoshard_ilp.program.net import EmptyNodeError, build_net
 from autoshard_ilp.program.presolve import STEPS, Presolve
 from autoshard_ilp.program.reduce import compress, min_sum_used, substitute
 from autoshard_ilp.program.search import Search
-from program_cases import programs, random_program
+from program_cases import load_in, programs, random_program
 from training_case import training_step
 
 OPTIONS = SolverOptions(time_limit=120.0)  # nothing here takes long: a busy machine must not fail a test
@@ -267,7 +267,7 @@ def test_compiling_kernels_under_memory_is_no_part_of_the_limit(monkeypatch: pyt
     """Windows' kernels, which only some programs need, are compiled in the middle of the search."""
     program = training_step(2)
     program = dataclasses.replace(program, capacity=solve(program, OPTIONS).peak_bytes - 1)
-    monkeypatch.setattr(constrained, "load_windows", lambda: 1000.0)
+    monkeypatch.setattr(constrained, "load_windows", lambda: load_in(1000.0))
     began = time.monotonic()
     found = solve(program, OPTIONS)
     assert found.status == "optimal"
@@ -364,7 +364,10 @@ def test_a_search_without_a_plan_ends_when_one_should_be_known() -> None:
     whole = np.zeros(len(program.nodes), int)
     search = Search(program, OPTIONS, 100.0, None, plan_seconds=0.5)
     assert search.deadline == 100.5
-    assert search.offer(whole) and search.deadline == 100.0 + OPTIONS.time_limit
+    load_in(1000.0)
+    assert search.deadline == 1100.5, "compiling is no part of the limit"
+    assert search.offer(whole) and search.deadline == 1100.0 + OPTIONS.time_limit
+    assert search.finish(False).seconds == pytest.approx(time.monotonic() - 1100.0, abs=5.0)
 
 
 @given(st.integers(0, 10**6))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoshard_ilp.program import brute_force, core, solve, widening
+from autoshard_ilp.program.cpsat import CpOptions
 from autoshard_ilp.program.model import Program, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, build_net
+from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.widening import Widening
-from program_cases import programs
+from program_cases import load_in, programs
 from test_strong import close, frustrated
 
 
@@ -67,14 +70,28 @@ def test_windows_that_take_too_long_leave_a_valid_bound(monkeypatch: pytest.Monk
 
 
 def test_wide_nodes_with_large_tables_are_left_to_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else proves it then: rounds of elimination end with tables of two cells."""
     monkeypatch.setattr(core, "TRIED", 0.0)
     monkeypatch.setattr(core, "DEAR", 0.0)
-    monkeypatch.setattr(core, "ROUNDS", ((1, 2),) * 3)
-    monkeypatch.setattr(core, "load_windows", lambda: 1000.0)  # compiling is no part of the limit
+    monkeypatch.setattr(core, "load_windows", lambda: load_in(1000.0))  # compiling is no part of the limit
     program = frustrated(0, 6)
     solution = solve(program, SolverOptions(time_limit=100.0))
     assert solution.status == "optimal" and solution.report["branches"] == 0
     windows = [entry["windows"] for entry in solution.report["descent"] if "windows" in entry]
     assert len(windows) == 1 and windows[0][-1]["status"] in ("optimal", "infeasible")
     assert -1000.0 < solution.seconds < -800.0
+
+
+def test_what_follows_windows_has_the_time_that_compiling_them_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "TRIED", 0.0)
+    monkeypatch.setattr(core, "DEAR", 0.0)
+    monkeypatch.setattr(core, "load_windows", lambda: load_in(1000.0))
+    monkeypatch.setattr(widening, "PATIENCE_SECONDS", -1.0)  # no window proves anything: CP-SAT is next
+    left = list[float]()
+
+    def spy(net: Net, program: Program, rows: Any, capacity: Any, options: CpOptions, **more: Any) -> None:
+        left.append(options.deadline - time.monotonic())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("autoshard_ilp.program.solve"), "solve_net", spy)
+    assert solve(frustrated(0, 8), SolverOptions(time_limit=100.0)).report["interrupted"]
+    assert len(left) == 1 and 1000.0 < left[0] < 1100.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 
 import numpy as np
 
 from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program.loading import load
 from autoshard_ilp.program.net import Factor, Net
 from autoshard_ilp.program.presolve import Presolve
 from autoshard_ilp.program.reduce import dominated
@@ -21,16 +21,12 @@ def load_kernels() -> float:
     Returns:
         The seconds that took, which a limit of time does not count; nothing is done twice in a process.
     """
-    since = time.monotonic()
-    _load_kernels()
-    return time.monotonic() - since
+    return load(_load_kernels)
 
 
 def load_windows() -> float:
     """The same for the kernels of windows, as many again, which many a program does not need."""
-    since = time.monotonic()
-    _load_windows()
-    return time.monotonic() - since
+    return load(_load_windows)
 
 
 @functools.cache

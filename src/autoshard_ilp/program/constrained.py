@@ -91,7 +91,7 @@ class Constrained:
                 self.remember(least)
                 fresh += [t for t in self.offer(least)[:1] if t not in fresh]  # where a plan gets into other trouble
         if fresh:
-            self.search.began += load_windows()
+            load_windows()
         while fresh and not self.stop():
             self.rows += [self.owners.row(t) for t in fresh]
             self.search.report["rows"] = len(self.rows)

@@ -115,7 +115,6 @@ class Descent:
     widening: Widening | None = field(default=None, init=False)
     log: list[dict[str, Any]] = field(default_factory=list)
     presolve_seconds: float = 0.0  # of all rounds
-    loading_seconds: float = 0.0  # by which ``deadline`` was put off, while kernels were compiled
 
     def run(self, net: Net, upper: float) -> Net:
         """Descend until solved, out of time or of branches; what is left has reparametrised costs.
@@ -175,9 +174,7 @@ class Descent:
         return upper, True
 
     def _widen(self, net: Net, upper: float) -> float:
-        loading = load_windows()
-        self.loading_seconds += loading
-        self.deadline += loading
+        self.deadline += load_windows()
         self.widening = Widening(self.offer, self.prove, self.done, self.deadline)
         try:
             return self.widening.run(net, upper)

@@ -21,6 +21,7 @@ from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.program.compiled import load_kernels, load_windows
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, minimise_peak
+from autoshard_ilp.program.loading import load
 from autoshard_ilp.program.memory import Owners, Row
 from autoshard_ilp.program.model import Lifetimes, Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, build_net
@@ -240,9 +241,7 @@ class _Minimum:
 
     def _cpsat(self, keep: list[np.ndarray] | None = None, seconds: float = math.inf) -> bool:
         """One exact run under the present rows, over all strategies or those of ``keep``. False: no progress."""
-        since = time.monotonic()
-        load_cp_model()
-        self.deadline += time.monotonic() - since  # loading the solver, once per process, is not searching
+        self.deadline += load(load_cp_model)
         net = build_net(without_costs(self.program), keep, self.rows)
         deadline = min(self.deadline, time.monotonic() + seconds)
         Presolve(net, deadline=deadline).run()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.program.loading import loaded_seconds
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import Net
 from autoshard_ilp.program.presolve import Presolve
@@ -34,6 +35,7 @@ class Search:
     solver: Callable[..., Solution] | None = None  # of smaller programs
     upper: float = field(init=False)  # of the best plan, or the cutoff
     lower: float = -math.inf
+    loaded: float = field(default_factory=loaded_seconds)  # when the search began
     report: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,9 +47,21 @@ class Search:
 
     @property
     def deadline(self) -> float:
-        """Monotonic time at which the limit is reached: that for any plan, until one is known."""
+        """Monotonic time at which the limit is reached: that for any plan, until one is known.
+
+        Compiling puts it off: ask again after what may have compiled.
+        """
         limit = self.options.time_limit
-        return self.began + (min(limit, self.plan_seconds) if self.best is None else limit)
+        return self._start + (min(limit, self.plan_seconds) if self.best is None else limit)
+
+    @property
+    def seconds(self) -> float:
+        """Of this search so far, compiling aside."""
+        return time.monotonic() - self._start
+
+    @property
+    def _start(self) -> float:
+        return self.began + loaded_seconds() - self.loaded
 
     def tell(self, stage: str) -> None:
         """Report progress."""
@@ -55,7 +69,7 @@ class Search:
             self.on_progress(
                 {
                     "stage": stage,
-                    "seconds": time.monotonic() - self.began,
+                    "seconds": self.seconds,
                     "objective": self.upper,
                     "lower_bound": self.lower,
                     "choices": self.best,
@@ -130,14 +144,13 @@ class Search:
 
     def finish(self, infeasible: bool) -> Solution:
         """The answer."""
-        seconds = time.monotonic() - self.began
         if infeasible:
-            return Solution("infeasible", None, math.inf, math.inf, 0, seconds, self.report)
+            return Solution("infeasible", None, math.inf, math.inf, 0, self.seconds, self.report)
         if self.too_dear:
             self.report["too_dear"] = True
         if self.best is None:
-            return Solution("feasible", None, math.inf, min(self.lower, self.cutoff), 0, seconds, self.report)
+            return Solution("feasible", None, math.inf, min(self.lower, self.cutoff), 0, self.seconds, self.report)
         proved = self.upper - self.lower <= PROOF * abs(self.upper) + self.rounding
         lower = min(self.lower, self.upper)
         status = "optimal" if proved else "feasible"
-        return Solution(status, self.best, self.upper, lower, self.program.peak(self.best), seconds, self.report)
+        return Solution(status, self.best, self.upper, lower, self.program.peak(self.best), self.seconds, self.report)

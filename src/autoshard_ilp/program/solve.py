@@ -196,7 +196,6 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
             raise
         prove(state["upper"])
     finally:
-        search.began += descent.loading_seconds
         search.report["branches"] = descent.branching.nodes if descent.branching else 0
         search.book("presolve", descent.presolve_seconds)
         search.add_seconds("descent", since)
@@ -226,7 +225,7 @@ def _finish_with_cpsat(
 
 def _solve_with_rows(search: Search, rows: bool, relaxed: np.ndarray | None) -> bool:
     """Solve without memory; when the plan does not fit, solve with memory rows. True when proved infeasible."""
-    search.began += load_kernels()
+    load_kernels()
     room = _room(search)
     if room is None or relaxed is None or not _too_large(search.program, relaxed):
         relaxed, bound = _descend(search, room)

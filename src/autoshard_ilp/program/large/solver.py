@@ -95,7 +95,7 @@ class LargeSolver:
         stage = Stage(way, graph, times, dual, Pool(graph))
         if x is not None and (flat.usage(x) <= flat.capacity).all():
             stage.pool.offer(x, flat.value(x))
-        self.log.append({**flat.size(), "rows": len(times), "seconds": time.monotonic() - self.search.began})
+        self.log.append({**flat.size(), "rows": len(times), "seconds": self.search.seconds})
         return stage
 
     def _work(self, stage: Stage) -> Stage | None:
