@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard_ilp.costs.fusion import LONG, RANDOM, VIEWS, fusible
 from autoshard_ilp.costs.memory import analyse
+from autoshard_ilp.costs.primitives import LONG, RANDOM, VIEWS, fusible
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.rules.elementwise import SEVERAL_OPERANDS, UNARY
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard_ilp.costs.combining import known_from_the_start, only_updates_read
-from autoshard_ilp.costs.fusion import PRODUCTS, VIEWS
+from autoshard_ilp.costs.primitives import PRODUCTS, VIEWS
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.ties import MIN_COPY_BYTES, may_anchor
 

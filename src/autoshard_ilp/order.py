@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autoshard_ilp.costs.combining import only_updates_read
-from autoshard_ilp.costs.fusion import PRODUCTS, REDUCTIONS, VIEWS, fusible
+from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, VIEWS, fusible
 from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op, Region
 from autoshard_ilp.ties import MIN_COPY_BYTES, may_anchor
 

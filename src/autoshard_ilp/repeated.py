@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from autoshard_ilp.costs.fusion import VIEWS
+from autoshard_ilp.costs.primitives import VIEWS
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op
 from autoshard_ilp.rules.elementwise import SEVERAL_OPERANDS
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout

@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.costs.combining import only_updates_read
-from autoshard_ilp.costs.fusion import VIEWS
 from autoshard_ilp.costs.memory import analyse
+from autoshard_ilp.costs.primitives import VIEWS
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.manual import never_known_before
 

@@ -12,13 +12,13 @@ import numpy as np
 from autoshard_ilp.costs.carried import count_gathers_twice, count_twice
 from autoshard_ilp.costs.coarse import coarser
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
-from autoshard_ilp.costs.fusion import VIEWS, fusible
 from autoshard_ilp.costs.heap import loses, with_holes
 from autoshard_ilp.costs.idle import Idleness
 from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, vector_bytes
 from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
+from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.costs.reshard_tables import agreeing
 from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels

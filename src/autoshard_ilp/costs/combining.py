@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autoshard_ilp.costs.fusion import VIEWS, fusible
 from autoshard_ilp.costs.memory import Buffers
+from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.graph import Graph, Op, is_batch
 
 THRESHOLD_BYTES = 30 * 2**20

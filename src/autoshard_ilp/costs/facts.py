@@ -103,13 +103,12 @@ class Facts:
                 ins = [graph.tensors[t] for t in op.inputs]
                 types = (*((t.shape, t.dtype) for t in ins), None, *((t.shape, t.dtype) for t in outs))
                 alike[kind] = first.setdefault((op.primitive, types, str(rule)), kind)
-            reads = buffers.reads[op.id]
             signatures.append(
                 (
                     alike[kind],
                     *(op.phase, op.count),
                     tuple([stored[t] for t in op.outputs]),
-                    tuple([i for i, t in enumerate(op.inputs) if t in reads]),
+                    buffers.reads[op.id],
                     *(self.restriction_key(op), op.params.get("first") is None, is_batch(op)),
                     self.deferred[op.id],
                     self.precision.rounds[op.id],

@@ -4,7 +4,8 @@ XLA does not materialise everything: views (reshape, transpose folded into its c
 and chains of elementwise operations are fused, so that only what leaves the fusion is written. The rules here follow
 XLA's instruction fusion in outline: a fusible operation is recomputed inside each consumer when that is cheap, and
 written once when several kernels need an expensive one, or one that takes more bytes to compute than it has (a
-residual sum), or when a consumer (matrix product, convolution, gather, sort, a result of the step) cannot fuse it.
+residual sum on TPUs; for GPUs :mod:`autoshard_ilp.costs.gpu_kernels` counts more exactly), or when a consumer (matrix
+product, convolution, gather, sort, a result of the step) cannot fuse it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autoshard_ilp.costs.gpu_kernels import worth_writing
+from autoshard_ilp.costs.primitives import (
+    LONG,
+    PRODUCTS,
+    RANDOM,
+    REDUCTIONS,
+    TRANSCENDENTAL,
+    VIEWS,
+    WINDOWS,
+    fusible,
+)
 from autoshard_ilp.costs.written import (
     COMPARISONS,
     long_functions_kept,
@@ -24,64 +36,11 @@ from autoshard_ilp.costs.written import (
 )
 from autoshard_ilp.graph import Graph, Op
 
-VIEWS = frozenset(
-    """
-    reshape squeeze expand_dims transpose bitcast_convert_type copy copy_p stop_gradient hub loop_invariant
-    loop_slice loop_carry recompute branch_merge optimization_barrier sharding_constraint random_wrap
-    random_unwrap
-    """.split()  # noqa: SIM905
-)
-"""Operations whose result shares its operand's buffer (or is a free slice of it)."""
-
-RANDOM = frozenset({"random_bits", "threefry2x32"})
-"""Random bits take too long to be drawn in several kernels; XLA:TPU draws them again all the same."""
-
-TRANSCENDENTAL = frozenset(
-    """
-    exp exp2 expm1 log log1p log2 tanh tan sin cos sinh cosh asin acos atan atan2 erf erfc erf_inv logistic pow
-    lgamma digamma
-    """.split()  # noqa: SIM905
-)
-"""Elementwise operations that XLA:CPU does not compute in several kernels. XLA:TPU does, and XLA:GPU where that reads
-fewer bytes than the result has: float32 exponentials of bfloat16 logits. Divisions and square roots are on XLA's list
-of dear operations as well, but are duplicated freely."""
-
-LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
-"""What XLA expands to polynomials of a hundred instructions: XLA:TPU too may compute these once for several kernels."""
-
-UNFUSIBLE = frozenset(
-    """
-    dot_general ragged_dot conv_general_dilated gather scatter scatter-add scatter_add scatter-mul scatter-min
-    scatter-max sort top_k cumsum cumprod cummax cummin cumlogsumexp fft cholesky triangular_solve qr eigh svd lu
-    reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
-    select_and_gather_add argmax argmin result loop_stack dot_product_attention_fwd_wrapper
-    dot_product_attention_bwd_wrapper rnn_fwd rnn_bwd
-    """.split()  # noqa: SIM905
-)
-"""Operations that read their operands from memory and write their result to memory."""
-
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-"""XLA:TPU computes operands of these inside the kernel: an activation function is not written for the product after it,
-and is computed again for the weight's gradient."""
-
-WINDOWS = frozenset(
-    {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add"}
-)
-"""XLA:GPU computes operands of these element by element inside the kernel: of a ReLU before a pooling nothing is
-written."""
-
 MAX_LEAVES = 8
 """Buffers counted behind a fused tensor: enough to tell that reading them takes longer than reading the tensor."""
 
 DEAR_LEAVES = 1.1
 """A fused tensor is written once for several kernels when computing it reads this many times its own bytes."""
-
-REDUCTIONS = ("reduce_", "argm")
-
-
-def fusible(op: Op) -> bool:
-    """Whether XLA may compute the operation inside its consumer."""
-    return op.primitive not in UNFUSIBLE and not op.primitive.startswith(REDUCTIONS)
 
 
 def roots(graph: Graph) -> np.ndarray:
@@ -113,16 +72,14 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
         stored |= operands_of_erfc(graph, root, stored, fuses) | zeros_of_poolings(graph)
     several = _read_by_several_kernels(graph, root, stored, readers, family)
     if family == "gpu":
-        several = _last_of_chains(graph, several, readers)
+        stored = worth_writing(graph, root, stored, _last_of_chains(graph, several, readers))
+        several = _masks_of_metrics(graph, root, stored, readers)
     if family == "tpu":
         padded = padded_for_several(graph, root, stored, several, readers, fuses)
         stored |= padded
         several &= ~padded
         stored[list(packed_masks(graph, fuses, VIEWS))] = True
-    stored = _with_dear_ones(graph, root, stored, several, family)
-    if family == "gpu":
-        stored = _with_dear_ones(graph, root, stored, _masks_of_metrics(graph, root, stored, readers), family)
-    return stored
+    return _with_dear_ones(graph, root, stored, several, family)
 
 
 def _masks_of_metrics(

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.costs.fusion import VIEWS, fusible
 from autoshard_ilp.costs.memory import Buffers
+from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.graph import Graph, Op
 
 MOST_COPIES = 8

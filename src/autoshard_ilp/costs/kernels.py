@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard_ilp.costs.compute import ProductDims, Traffic
-from autoshard_ilp.costs.fusion import RANDOM, REDUCTIONS, UNFUSIBLE
+from autoshard_ilp.costs.primitives import RANDOM, REDUCTIONS, UNFUSIBLE
 from autoshard_ilp.graph import Graph, Op
 
 ALIGNMENT_BYTES = 16

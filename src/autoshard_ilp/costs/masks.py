@@ -10,7 +10,7 @@ convolutions, over whose cost the compiler of libtpu 0.0.42 runs out of stack.)
 
 from __future__ import annotations
 
-from autoshard_ilp.costs.fusion import RANDOM, fusible
+from autoshard_ilp.costs.primitives import RANDOM, fusible
 from autoshard_ilp.graph import Graph
 
 LEAST_BYTES = 1024

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard_ilp.costs.fusion import REDUCTIONS, VIEWS, fusible, roots, written_to_memory
+from autoshard_ilp.costs.fusion import roots, written_to_memory
+from autoshard_ilp.costs.gpu_kernels import reads_by_kernel
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.padding import leaves_triton
+from autoshard_ilp.costs.primitives import REDUCTIONS, VIEWS, fusible
 from autoshard_ilp.costs.written import is_relu
 from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op
 
@@ -28,7 +30,7 @@ class Buffers:
         stored: whether the tensor has a buffer of its own.
         start, end: when that buffer is held (meaningful where stored).
         root: the tensor whose buffer a view reads.
-        reads: per op, operand tensors counted as read from memory (each buffer once per fused group).
+        reads: per op, positions of operands counted as read from memory, as often as they are.
         last_use: last time any consumer, through views and fusions, needs the tensor.
         time: time of each op.
         horizon: number of time steps; at the last one only arguments and results are left.
@@ -84,7 +86,8 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
     for t_id in _overwritten(graph, root, stored, last_use, time, family):
         if t_id not in held_to_end:
             end[t_id] = max(end[t_id] - 1, start[t_id] + 1)
-    return Buffers(stored, start, end, root, _reads(graph, root, stored), last_use, time, horizon)
+    reads = reads_by_kernel(graph, root, stored) if family == "gpu" else _reads(graph, root, stored)
+    return Buffers(stored, start, end, root, reads, last_use, time, horizon)
 
 
 def schedule(graph: Graph) -> np.ndarray:
@@ -273,14 +276,16 @@ def _reads(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple[tuple[in
             reads.append(())
             continue
         mine = []
-        for t in dict.fromkeys(op.inputs):
+        for i, t in enumerate(op.inputs):
+            if t in op.inputs[:i]:
+                continue
             key = (int(root[t]), op.phase)
             if not stored[root[t]] or not graph.tensors[t].shape:
                 continue
             if not fusible(op):
-                mine.append(t)
+                mine.append(i)
             elif key not in seen:
                 seen.add(key)
-                mine.append(t)
+                mine.append(i)
         reads.append(tuple(mine))
     return tuple(reads)

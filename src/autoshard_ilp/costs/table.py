@@ -165,7 +165,7 @@ def _price(
     outs = [graph.tensors[t] for t in op.outputs]
     held = {t.id: float(rounded.held[t.id]) for t in (*ins, *outs)}
     traffic = compute.Traffic(
-        tuple((i, t.shape, held[t.id]) for i, t in enumerate(ins) if t.id in buffers.reads[op.id]),
+        tuple((i, ins[i].shape, held[ins[i].id]) for i in buffers.reads[op.id]),
         tuple(
             (j, _written_shape(op, t.shape), held[t.id])
             for j, t in enumerate(outs)

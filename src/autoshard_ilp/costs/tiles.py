@@ -15,8 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from autoshard_ilp.costs.fusion import fusible
 from autoshard_ilp.costs.memory import Buffers
+from autoshard_ilp.costs.primitives import fusible
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.sharding import Layout, local_bytes, local_shape
 

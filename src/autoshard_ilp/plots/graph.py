@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from autoshard_ilp.arguments import is_one_of, string
-from autoshard_ilp.costs.fusion import VIEWS, fusible
+from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.course import layers_of
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.graph import Graph, Op

@@ -1,0 +1,59 @@
+"""Which operations XLA may compute inside others, by their primitive."""
+
+from __future__ import annotations
+
+from autoshard_ilp.graph import Op
+
+VIEWS = frozenset(
+    """
+    reshape squeeze expand_dims transpose bitcast_convert_type copy copy_p stop_gradient hub loop_invariant
+    loop_slice loop_carry recompute branch_merge optimization_barrier sharding_constraint random_wrap
+    random_unwrap
+    """.split()  # noqa: SIM905
+)
+"""Operations whose result shares its operand's buffer (or is a free slice of it)."""
+
+RANDOM = frozenset({"random_bits", "threefry2x32"})
+"""Random bits take too long to be drawn in several kernels; XLA:TPU draws them again all the same."""
+
+TRANSCENDENTAL = frozenset(
+    """
+    exp exp2 expm1 log log1p log2 tanh tan sin cos sinh cosh asin acos atan atan2 erf erfc erf_inv logistic pow
+    lgamma digamma
+    """.split()  # noqa: SIM905
+)
+"""Elementwise operations that XLA:CPU does not compute in several kernels. XLA:TPU does, and XLA:GPU where that reads
+fewer bytes than the result has: float32 exponentials of bfloat16 logits. Divisions and square roots are on XLA's list
+of dear operations as well, but are duplicated freely."""
+
+LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
+"""What XLA expands to polynomials of a hundred instructions: XLA:TPU too may compute these once for several kernels."""
+
+UNFUSIBLE = frozenset(
+    """
+    dot_general ragged_dot conv_general_dilated gather scatter scatter-add scatter_add scatter-mul scatter-min
+    scatter-max sort top_k cumsum cumprod cummax cummin cumlogsumexp fft cholesky triangular_solve qr eigh svd lu
+    reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
+    select_and_gather_add argmax argmin result loop_stack dot_product_attention_fwd_wrapper
+    dot_product_attention_bwd_wrapper rnn_fwd rnn_bwd
+    """.split()  # noqa: SIM905
+)
+"""Operations that read their operands from memory and write their result to memory."""
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+"""XLA:TPU computes operands of these inside the kernel: an activation function is not written for the product after it,
+and is computed again for the weight's gradient."""
+
+WINDOWS = frozenset(
+    {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add"}
+)
+"""XLA:GPU computes operands of these element by element inside the kernel: of a ReLU before a pooling nothing is
+written."""
+
+REDUCTIONS = ("reduce_", "argm")
+"""How the names of reductions begin."""
+
+
+def fusible(op: Op) -> bool:
+    """Whether XLA may compute the operation inside its consumer."""
+    return op.primitive not in UNFUSIBLE and not op.primitive.startswith(REDUCTIONS)
