@@ -272,7 +272,7 @@ class Search:
             return replace(one.candidate, status="not tried", reason="interrupted")
         if self.prune and one.candidate.lower_bound_s >= best:  # what recomputes is no faster: copies only add cost
             return replace(one.candidate, **PRUNED)
-        cutoff, slower = (best if self.prune else math.inf), False
+        cutoff, slower = (best if self.prune else math.inf), math.inf  # what no plan of any policy is below
         solutions: dict[str, tuple[Problem, Any]] = {}
 
         def tried(policy: str, seconds: float, worse_than: float, dear: float) -> Any:
@@ -284,7 +284,8 @@ class Search:
             if relaxed is not None and relaxed.choices is not None:
                 known = Known((relaxed.choices,), relaxed.lower_bound)
             solution = self._watched(solved(problem, self.progress, known, seconds, cutoff=min(cutoff, worse_than)))
-            slower = slower or (solution.status != "infeasible" and solution.lower_bound >= cutoff)
+            if solution.status != "infeasible":
+                slower = min(slower, solution.lower_bound)
             if solution.choices is None or solution.status == "infeasible":
                 failed = failure_of(problem, solution)
                 return failed if policy in self.policies else failed.without_tables()
@@ -299,8 +300,8 @@ class Search:
             one.request.solver.time_limit,
             share=recomputed_share,
         )
-        if found.plan is None and slower:
-            return replace(one.candidate, **PRUNED)
+        if found.plan is None and cutoff <= slower < math.inf:
+            return replace(one.candidate, lower_bound_s=slower, **PRUNED)
         if found.plan is None:
             return self._failed(one, found.failures)
         return self._solved(one.candidate, *solutions[found.plan.remat_policy])
