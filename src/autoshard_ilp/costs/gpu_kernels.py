@@ -1,4 +1,4 @@
-"""What the kernels of a step read: each of them every buffer that it needs, once.
+"""Which kernels XLA:GPU makes of a step: what they write, and what each of them reads.
 
 A kernel is an operation that cannot be fused, a reduction with what is computed inside it, or what is computed for one
 buffer. An operation inside several kernels is computed in each of them, and its operands are read by each. XLA:GPU then
