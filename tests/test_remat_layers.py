@@ -165,6 +165,7 @@ def test_a_plan_that_recomputes_and_that_its_budget_makes_dear_is_compared_with_
     assert [x for x in planner.asked if x in POLICIES] == asked
     less = "Recomputation (full) although a plan with less (selective) fits: that one's step would take 2.00 times as"
     assert any(less in note for note in found.plan.notes) is (policy == "full")
+    assert any("with more recomputation no faster plan" in note for note in found.plan.notes) is (policy != "full")
 
 
 def test_plans_that_recompute_share_the_time_that_is_left(any_plan: Plan) -> None:

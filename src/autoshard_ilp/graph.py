@@ -38,10 +38,13 @@ if TYPE_CHECKING:
 
     from autoshard_ilp.rules.rule import OpView
 
-PSEUDO_OPERATIONS = frozenset(
-    {"argument", "constant", "result", "loop_slice", "loop_stack", "loop_invariant", "loop_carry", "while_cond"}
-    | {"branch_merge", "hub", "recompute"}
-)
+BOUNDARY = frozenset({"argument", "constant", "result"})
+"""Where a step's values come from, and go to: no computation."""
+
+PSEUDO_OPERATIONS = BOUNDARY | {
+    *("loop_slice", "loop_stack", "loop_invariant", "loop_carry", "while_cond"),
+    *("branch_merge", "hub", "recompute"),
+}
 #: Consumers that a hub never stands in front of: they tie a value to another one, or read it from inside a loop.
 _NOT_BEHIND_HUBS = frozenset({"result", "loop_carry", "loop_slice", "loop_stack", "branch_merge", "while_cond", "hub"})
 

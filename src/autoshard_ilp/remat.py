@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard_ilp.errors import InputShapeError
-from autoshard_ilp.graph import Graph, Op, Tensor, assemble, changed
+from autoshard_ilp.graph import BOUNDARY, Graph, Op, Tensor, assemble, changed
 
 POLICIES = ("never", "selective", "full")
 """From the fastest to the smallest."""
@@ -136,8 +136,7 @@ class _Width:
     """How many bytes are alive at each place of the forward pass, counting forward consumers only."""
 
     def __init__(self, graph: Graph) -> None:
-        skipped = ("argument", "constant", "result")
-        forward = [op for op in graph.ops if _is_forward(op) and op.primitive not in skipped]
+        forward = [op for op in graph.ops if _is_forward(op) and op.primitive not in BOUNDARY]
         self.place = {op.id: i for i, op in enumerate(forward)}
         width = np.zeros(len(forward) + 1)
         self.spans: list[tuple[int, int, int]] = []  # tensor, first and last place
@@ -197,7 +196,7 @@ class _Rewriter:
 
     def run(self) -> Graph:
         for op in self.graph.ops:
-            if op.phase == "forward" or op.region or op.primitive in ("argument", "constant", "result"):
+            if op.phase == "forward" or op.region or op.primitive in BOUNDARY:
                 self.order.append(op)
                 continue
             inputs = tuple(self.recomputed(t, op) if self.is_dropped(t) else t for t in op.inputs)

@@ -222,8 +222,10 @@ def _recomputed_instead(
         FewerBlocks(found, means, policy, first.remat_policy, n_blocks, until, first, answer).run(took)
         if best() is not first and dear(best()) <= DEAR_SHARE:
             break
+    no_more = {first.remat_policy}  # what recomputes no more than the first plan
     if fewer_blocks is not None and best() is first and clock() < deadline:
         fewer_blocks()
+        no_more.add(best().remat_policy)
     for one in sorted((x for x in unproved if x is not None), key=lambda x: x.seconds):
         own = one.policy == best().remat_policy
         if clock() >= deadline or not (own or one.bound < best().cost.total_s * (1 - LONG_GAIN)):
@@ -231,18 +233,18 @@ def _recomputed_instead(
         answer = tried(one.policy, deadline - clock(), math.inf if own else worth(best()), 1.0)
         if isinstance(answer, Plan) and answer.cost.total_s <= best().cost.total_s:
             found.plan = answer
-    _explain(found, first, dear)
+    _explain(found, first, best().remat_policy not in no_more, dear)
 
 
-def _explain(found: Found, first: Plan, dear: Callable[[Plan], float]) -> None:
+def _explain(found: Found, first: Plan, recomputes_more: bool, dear: Callable[[Plan], float]) -> None:
     """Says why the best plan recomputes more than ``first``, or why not."""
     best = found.plan
     assert best is not None
-    more, less = (
-        ("", "without any") if first.remat_policy == "never" else ("more ", f"with less ({first.remat_policy})")
-    )
-    if best.remat_policy == first.remat_policy:
-        note = f"The budget adds up to {dear(best):.0%} to the step; with {more}recomputation no faster plan was found."
+    never = first.remat_policy == "never"
+    less = "without any" if never else f"with less ({first.remat_policy})"
+    if not recomputes_more:
+        more = "recomputation" if never else "more recomputation"
+        note = f"The budget adds up to {dear(best):.0%} to the step; with {more} no faster plan was found."
     elif _Open.of(first) is None:
         note = (
             f"Recomputation ({best.remat_policy}) although a plan {less} fits: that one's step would take "

@@ -21,10 +21,10 @@ from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.costs.reshard_tables import agreeing
 from autoshard_ilp.costs.splitk import split_bytes
-from autoshard_ilp.costs.table import BOUNDARY, REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
+from autoshard_ilp.costs.table import REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.costs.tiles import images_of_the_step, padding, through_convolutions, tiled_bytes
 from autoshard_ilp.costs.written import masks_of_extremes, packed_bytes, packed_masks
-from autoshard_ilp.graph import Op
+from autoshard_ilp.graph import BOUNDARY, Op
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, local_shape
 

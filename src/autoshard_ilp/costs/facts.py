@@ -17,10 +17,8 @@ from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold, halves
 from autoshard_ilp.costs.memory import Buffers, analyse
 from autoshard_ilp.costs.precision import Precision, precision
 from autoshard_ilp.deferral import Deferral, deferrals
-from autoshard_ilp.graph import Graph, Op, is_batch
+from autoshard_ilp.graph import BOUNDARY, Graph, Op, is_batch
 from autoshard_ilp.rules.rule import OpView, Rule
-
-BOUNDARY = ("argument", "result", "constant")
 
 
 @dataclass(frozen=True, eq=False)

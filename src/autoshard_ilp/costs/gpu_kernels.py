@@ -16,10 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard_ilp.costs.primitives import REDUCTIONS, VIEWS, fusible
-from autoshard_ilp.graph import Graph, Op
-
-NOTHING = frozenset({"argument", "constant", "result"})
-"""Operations that are no computation."""
+from autoshard_ilp.graph import BOUNDARY, Graph, Op
 
 
 def kernels_of_operations(graph: Graph, root: np.ndarray, stored: np.ndarray) -> list[frozenset[int]]:
@@ -56,13 +53,11 @@ def worth_writing(graph: Graph, root: np.ndarray, stored: np.ndarray, several: n
         several: per tensor, whether several kernels need it.
     """
     inside = kernels_of_operations(graph, root, stored | several)
-    reads: dict[int, set[int]] = {}  # by each kernel
+    reads = _buffers(graph, root, stored | several, inside)
     readers: dict[int, set[int]] = {}  # of each buffer
-    for op in graph.ops:
-        for _, buffer in _read(graph, root, stored | several, op):
-            for kernel in inside[op.id]:
-                reads.setdefault(kernel, set()).add(buffer)
-                readers.setdefault(buffer, set()).add(kernel)
+    for kernel, buffers in reads.items():
+        for buffer in buffers:
+            readers.setdefault(buffer, set()).add(kernel)
     size = [t.bytes for t in graph.tensors]
 
     def saved(t: int) -> float:
@@ -100,16 +95,12 @@ def reads_by_kernel(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple
         root, stored: as for :func:`kernels_of_operations`.
     """
     inside = kernels_of_operations(graph, root, stored)
-    buffers: dict[int, set[int]] = {}
-    for op in graph.ops:
-        for kernel in inside[op.id]:
-            buffers.setdefault(kernel, set()).update(b for _, b in _read(graph, root, stored, op))
-    group = _merged(graph, root, inside, {k: buffers[k] for k in sorted(buffers, key=lambda k: _op(graph, k).id)})
+    group = _merged(graph, root, inside, _buffers(graph, root, stored, inside))
     reads: list[tuple[int, ...]] = []
     seen = {(group[k], ~k) for k in group if k < 0}  # what a kernel has written it need not read
     for op in graph.ops:
         mine: list[int] = []
-        for kernel in sorted({group[k] for k in inside[op.id]}) if op.primitive not in NOTHING else ():
+        for kernel in sorted({group[k] for k in inside[op.id]}) if op.primitive not in BOUNDARY else ():
             for position, buffer in _read(graph, root, stored, op):
                 if (kernel, buffer) not in seen:
                     seen.add((kernel, buffer))
@@ -122,6 +113,17 @@ def _read(graph: Graph, root: np.ndarray, stored: np.ndarray, op: Op) -> list[tu
     """Positions of an operation's operands that lie in memory, and their buffers."""
     whole = ((i, int(root[t])) for i, t in enumerate(op.inputs) if graph.tensors[t].shape)
     return [(i, buffer) for i, buffer in whole if stored[buffer]]
+
+
+def _buffers(
+    graph: Graph, root: np.ndarray, stored: np.ndarray, inside: Sequence[frozenset[int]]
+) -> dict[int, set[int]]:
+    """Kernel -> the buffers that it reads."""
+    found: dict[int, set[int]] = {}
+    for op in graph.ops:
+        for kernel in inside[op.id]:
+            found.setdefault(kernel, set()).update(buffer for _, buffer in _read(graph, root, stored, op))
+    return found
 
 
 def _op(graph: Graph, kernel: int) -> Op:
@@ -148,7 +150,7 @@ def _needs(graph: Graph, root: np.ndarray, inside: Sequence[frozenset[int]]) -> 
 def _merged(
     graph: Graph, root: np.ndarray, inside: Sequence[frozenset[int]], buffers: dict[int, set[int]]
 ) -> dict[int, int]:
-    """Kernel -> the first of those that it becomes one with; ``buffers`` that each kernel reads, in program order."""
+    """Kernel -> the first of those that it becomes one with; ``buffers`` that each kernel reads."""
     needs = _needs(graph, root, inside)
     number = {k: i for i, k in enumerate(sorted(needs, key=lambda k: _op(graph, k).id))}
     before = [0] * len(number)  # bits: the kernels that one needs, and those of its group need

@@ -19,7 +19,7 @@ from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.padding import leaves_triton
 from autoshard_ilp.costs.primitives import REDUCTIONS, VIEWS, fusible
 from autoshard_ilp.costs.written import is_relu
-from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op
+from autoshard_ilp.graph import BOUNDARY, PSEUDO_OPERATIONS, Graph, Op
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +272,7 @@ def _reads(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple[tuple[in
     seen: set[tuple[int, str]] = set()
     reads: list[tuple[int, ...]] = []
     for op in graph.ops:
-        if op.primitive in VIEWS or op.primitive in ("argument", "constant", "result"):
+        if op.primitive in VIEWS or op.primitive in BOUNDARY:
             reads.append(())
             continue
         mine = []

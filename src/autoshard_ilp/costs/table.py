@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard_ilp.costs import compute
 from autoshard_ilp.costs.combining import Shares
-from autoshard_ilp.costs.facts import BOUNDARY, Facts
+from autoshard_ilp.costs.facts import Facts
 from autoshard_ilp.costs.kernels import COUNTED, with_kernels
 from autoshard_ilp.costs.lookups import copy_seconds, is_lookup, scattered, several_tables
 from autoshard_ilp.costs.memory import Buffers, is_computed_inside
@@ -25,7 +25,7 @@ from autoshard_ilp.costs.prices import Prices
 from autoshard_ilp.costs.reshard import CollectiveSeconds
 from autoshard_ilp.costs.resolution import resolution_seconds
 from autoshard_ilp.deferral import Deferral
-from autoshard_ilp.graph import Graph, Op, is_batch
+from autoshard_ilp.graph import BOUNDARY, Graph, Op, is_batch
 from autoshard_ilp.rules.rule import Rule
 from autoshard_ilp.sharding import Layout, local_bytes
 from autoshard_ilp.strategies import Strategy, hub_strategies, strategies_of
