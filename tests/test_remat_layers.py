@@ -148,26 +148,6 @@ def test_a_plan_that_its_budget_makes_dear_is_compared_with_recomputation(
     assert any("recomputation" in note.lower() for note in found.plan.notes) is (len(asked) > 1)
 
 
-@pytest.mark.parametrize(
-    ("full_s", "policy", "asked"),
-    [
-        (0.5, "full", ["never", "selective", "full"]),
-        (3.0, "selective:12", ["never", "selective", "full"]),
-    ],
-)
-def test_a_plan_that_recomputes_and_that_its_budget_makes_dear_is_compared_with_more(
-    full_s: float, policy: str, asked: list[str], any_plan: Plan
-) -> None:
-    """Also where nothing fits without recomputation; where more of it is no faster, fewer blocks still may be."""
-    planner = _Planner(16, 10, any_plan, seconds={"never": 0.1, "selective": 1.0, "full": full_s})
-    found = search(POLICIES, planner, lambda failed: 16, 100.0, dear=lambda plan: 0.06)
-    assert found.plan is not None and found.plan.remat_policy == policy
-    assert [x for x in planner.asked if x in POLICIES] == asked
-    less = "Recomputation (full) although a plan with less (selective) fits: that one's step would take 2.00 times as"
-    assert any(less in note for note in found.plan.notes) is (policy == "full")
-    assert any("with more recomputation no faster plan" in note for note in found.plan.notes) is (policy != "full")
-
-
 def test_plans_that_recompute_share_the_time_that_is_left(any_plan: Plan) -> None:
     now, given = 0.0, dict[str, float]()
 

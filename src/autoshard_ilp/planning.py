@@ -23,8 +23,8 @@ from autoshard_ilp.step import Step, graph_of, whole_graph
 FREE_PART = 0.4
 """Of the time left: what proving a plan that recomputes all blocks may take, at first, where memory does not bind."""
 
-BOUND_PART = {"never": 0.25, "selective": 0.4}
-"""Of the time left: what a plan may take, at first, where memory binds and policies that recompute more are allowed."""
+BOUND_PART = 0.25
+"""Of the time left: what a plan without recomputation may take, at first, where memory binds and others are allowed."""
 
 
 @old_objects_left()
@@ -111,8 +111,8 @@ class Expected:
             "binds": Binds.LIKELY if self.tight and not self.large else Binds.PERHAPS,
             # Where all blocks recompute and it does not bind, fewer are worth more than the last of the proof.
             "free_part": FREE_PART if first and self.tight else 1.0,
-            # Where it binds, more recomputation may be faster.
-            "bound_part": BOUND_PART.get(policy, 1.0) if first and policy != self.policies[-1] else 1.0,
+            # Where it binds without recomputation, that may be faster.
+            "bound_part": BOUND_PART if first and policy == "never" and len(self.policies) > 1 else 1.0,
         }
 
     def learn(self, policy: str, answer: Plan | Failure) -> Plan | Failure:

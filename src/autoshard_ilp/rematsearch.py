@@ -6,19 +6,18 @@ decided anew for it, and its copies are priced by their FLOP, bytes and collecti
 
 1. plans without recomputation; if that fits and costs next to no more than it would without a budget, it is the best,
    since copies only add cost;
-2. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit;
-3. where what fits is dear under the budget, recomputes more, selectively or in full, and takes the fastest: each policy
-   is left once it is proved dear; then fewer blocks are looked for, and at last what was left without proof is taken up
-   again, where it may be faster;
-4. looks for a smaller ``k`` that is faster (:mod:`autoshard_ilp.fewerblocks`).
+2. if it fits but the budget makes it dear, recomputes all blocks, selectively or in full, and takes the fastest: each
+   policy is left once it is proved dear; then fewer blocks are looked for, and at last what was left without proof is
+   taken up again, where it may be faster;
+3. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit;
+4. then looks for a smaller ``k`` that is faster (:mod:`autoshard_ilp.fewerblocks`).
 
-The second step is enough where recomputation takes next to nothing and planning takes long. Of everything that fits,
+The third step is enough where recomputation takes next to nothing and planning takes long. Of everything that fits,
 the plan with the shortest step is taken. ``plan.notes`` says what was searched.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -104,8 +103,8 @@ def search(
         clock: seconds that only grow.
         share: share of a plan's step that recomputation takes; where planning takes long and this is small, or below
             the plan's gap, fewer blocks are not tried.
-        dear: share of a plan's step that the budget adds; above :data:`DEAR_SHARE`, a plan is compared with plans that
-            recompute more.
+        dear: share of a plan's step that the budget adds; above :data:`DEAR_SHARE`, a plan that recomputes nothing is
+            compared with plans that do.
         need: of a plan or a failure, the share of the budget that the fastest plan without a budget would take; NaN
             where that is not known.
     """
@@ -137,13 +136,13 @@ def _search(
     """:func:`search`, which keeps in ``found`` what it has."""
     tried, clock = means.tried, means.clock
     smaller, deadline = "never", clock() + time_limit
-    for number, policy in enumerate(policies):
+    for policy in policies:
         fewer = policy != "never" and bool(found.failures) and policies[0] == "never"
         began = clock()
         left = max(deadline - began, LEAST_PART * time_limit)
         part = FIRST_PART if fewer else NEVER_PART if policy == "never" and len(policies) > 1 else 1.0
-        others = policies[number + 1 :]
-        answer = tried(policy, part * left, math.inf, DEAR_SHARE if others else 1.0)
+        alone = policy != "never" or len(policies) == 1
+        answer = tried(policy, part * left, math.inf, 1.0 if alone else DEAR_SHARE)
         if fewer and not isinstance(answer, Plan) and not is_infeasible(answer) and clock() < deadline:
             answer = tried(policy, deadline - clock(), math.inf, 1.0)
         took = clock() - began
@@ -152,21 +151,17 @@ def _search(
             smaller = policy
             continue
         found.plan = answer
-        fewer_blocks = None
         if fewer:
-            ends = blocks_of(found.failures[0]), deadline, found.failures[-1], answer
-            fewer_blocks = functools.partial(FewerBlocks(found, means, policy, smaller, *ends).run, took)
-        if others and means.dear(answer) > DEAR_SHARE:
-            n_blocks = blocks_of(found.failures[0] if fewer else answer)
-            _recomputed_instead(found, others, means, n_blocks, deadline, fewer_blocks)
-        elif fewer_blocks is not None:
             if recomputation_is_short(answer, took, means.share):
                 note = f"it takes {means.share(answer):.1%} of the step, fewer blocks were not tried"
                 found.add_note(f"Recomputation ({policy}): {note}.")
             else:
-                fewer_blocks()
+                n_blocks, none = blocks_of(found.failures[0]), found.failures[-1]
+                FewerBlocks(found, means, policy, smaller, n_blocks, deadline, none, answer).run(took)
             _prove(found, answer, tried, took, deadline - clock())
-        elif others:
+        elif policy == "never" and len(policies) > 1 and means.dear(answer) > DEAR_SHARE:
+            _recomputed_instead(found, policies[1:], means, blocks_of(answer), deadline)
+        elif policy == "never" and len(policies) > 1:
             _prove(found, answer, tried, took, deadline - clock())
         break
 
@@ -186,19 +181,12 @@ def _prove(found: Found, first: Plan, tried: Tried, took: float, left: float) ->
         found.plan = replace(answer, notes=(*answer.notes, *plan.notes[len(first.notes) :]))
 
 
-def _recomputed_instead(
-    found: Found,
-    policies: Sequence[str],
-    means: Means,
-    n_blocks: int,
-    deadline: float,
-    fewer_blocks: Callable[[], None] | None = None,
-) -> None:
-    """The fastest of a plan that a budget makes dear and of plans that recompute more.
+def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_blocks: int, deadline: float) -> None:
+    """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute.
 
-    The policies share the time that is left. Of its part each spends what is left on fewer blocks. Where none is
-    faster, the plan itself may be with ``fewer_blocks``. What was left without proof is taken up again, the best first:
-    that one is solved to the end, and the others need only be proved to be no faster, if they may be so by much.
+    The policies share the time that is left. Of its part each spends what is left on fewer blocks. What was left
+    without proof is taken up again, the best first: that one is solved to the end, and the others need only be proved
+    to be no faster, if they may be so by much.
     """
     tried, clock, dear = means.tried, means.clock, means.dear
 
@@ -213,19 +201,15 @@ def _recomputed_instead(
         if began >= deadline:
             break
         last = number == len(policies) - 1
-        seconds = (deadline - began) / (len(policies) - number + (fewer_blocks is not None))
+        seconds = (deadline - began) / (len(policies) - number)
         answer = tried(policy, seconds, worth(best()), 1.0 if last else DEAR_SHARE)
         unproved.append(_Open.of(answer))
         if isinstance(answer, Plan):
             found.offer(answer)
         took, until = clock() - began, began + seconds
-        FewerBlocks(found, means, policy, first.remat_policy, n_blocks, until, first, answer).run(took)
+        FewerBlocks(found, means, policy, "never", n_blocks, until, first, answer).run(took)
         if best() is not first and dear(best()) <= DEAR_SHARE:
             break
-    no_more = {first.remat_policy}  # what recomputes no more than the first plan
-    if fewer_blocks is not None and best() is first and clock() < deadline:
-        fewer_blocks()
-        no_more.add(best().remat_policy)
     for one in sorted((x for x in unproved if x is not None), key=lambda x: x.seconds):
         own = one.policy == best().remat_policy
         if clock() >= deadline or not (own or one.bound < best().cost.total_s * (1 - LONG_GAIN)):
@@ -233,25 +217,22 @@ def _recomputed_instead(
         answer = tried(one.policy, deadline - clock(), math.inf if own else worth(best()), 1.0)
         if isinstance(answer, Plan) and answer.cost.total_s <= best().cost.total_s:
             found.plan = answer
-    _explain(found, first, best().remat_policy not in no_more, dear)
+    _explain(found, first, dear)
 
 
-def _explain(found: Found, first: Plan, recomputes_more: bool, dear: Callable[[Plan], float]) -> None:
-    """Says why the best plan recomputes more than ``first``, or why not."""
+def _explain(found: Found, first: Plan, dear: Callable[[Plan], float]) -> None:
+    """Says why the best plan recomputes although ``first`` does not, or why not."""
     best = found.plan
     assert best is not None
-    never = first.remat_policy == "never"
-    less = "without any" if never else f"with less ({first.remat_policy})"
-    if not recomputes_more:
-        more = "recomputation" if never else "more recomputation"
-        note = f"The budget adds up to {dear(best):.0%} to the step; with {more} no faster plan was found."
+    if best.remat_policy == first.remat_policy:
+        note = f"The budget adds up to {dear(best):.0%} to the step; with recomputation no faster plan was found."
     elif _Open.of(first) is None:
         note = (
-            f"Recomputation ({best.remat_policy}) although a plan {less} fits: that one's step would take "
+            f"Recomputation ({best.remat_policy}) although a plan without any fits: that one's step would take "
             f"{first.cost.total_s / best.cost.total_s:.2f} times as long."
         )
     else:
-        note = f"Recomputation ({best.remat_policy}) although a plan {less} fits: none of those is faster."
+        note = f"Recomputation ({best.remat_policy}) although a plan without any fits: none of those is faster."
     found.add_note(note)
 
 
