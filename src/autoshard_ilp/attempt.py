@@ -12,7 +12,7 @@ import numpy as np
 from autoshard_ilp.costs.overlap import overlap_notes
 from autoshard_ilp.errors import UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
-from autoshard_ilp.halving import Binds, solve_halved, within
+from autoshard_ilp.halving import Binds, Left, solve_halved, within
 from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
 from autoshard_ilp.progress import Progress
@@ -45,6 +45,13 @@ class Failure:
     def without_tables(self) -> Failure:
         """Only that it failed: between policies that is all that matters, and the tables hold much memory."""
         return replace(self, table=None, built=None)
+
+
+def left_of(answer: Plan | Failure) -> Left | None:
+    """Where an attempt ended without proof; None where there is nothing to go on from."""
+    if isinstance(answer, Failure):
+        return None if answer.table is None else Left.of(answer.table.halved, answer.solution)
+    return None if answer.trail is None else Left.of(answer.trail.costs.halved, answer.trail.solution)
 
 
 NEARLY_GAP = 0.05
@@ -98,6 +105,7 @@ def attempt(
     dear: float = 1.0,
     free_part: float = 1.0,
     bound_part: float = 1.0,
+    left_before: Left | None = None,
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
 
@@ -122,7 +130,7 @@ def attempt(
             return solve(problem.program, within(request.solver, seconds), **keywords)
 
     limit = min(seconds, request.solver.time_limit)
-    parts: dict[str, Any] = {"free_part": free_part, "bound_part": bound_part}
+    parts: dict[str, Any] = {"free_part": free_part, "bound_part": bound_part, "left_before": left_before}
     found, solution, notes = solve_halved(priced, solved, limit, cutoff=cutoff, binds=binds, **parts)
     table, built = found.table, found.built
     if solution.choices is None and solution.report.get("interrupted"):

@@ -12,7 +12,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
@@ -58,6 +58,38 @@ class Priced(Protocol):
         """The :class:`~autoshard_ilp.program.model.Program` built from it."""
 
 
+@dataclass(frozen=True, eq=False)
+class Left:
+    """Where a solve was left under a budget that binds, without proof, so that it can go on from there.
+
+    Attributes:
+        halved: whether it was that of the larger program.
+        choices: of the best plan found, if any.
+        relaxed: of the best plan without a budget, nearly.
+        lower_bound, without_memory: seconds, with and without a budget.
+    """
+
+    halved: bool
+    choices: np.ndarray | None
+    relaxed: np.ndarray
+    lower_bound: float
+    without_memory: float
+
+    @staticmethod
+    def of(halved: bool, solution: Any) -> Left | None:
+        """None where nothing is left to do, or where it was not the budget that took long."""
+        report = solution.report
+        relaxed = report.get("relaxed")
+        if solution.status != "feasible" or relaxed is None:
+            return None
+        return Left(halved, solution.choices, relaxed, _bound(solution), report["without_memory"])
+
+
+def _bound(solution: Any) -> float:
+    """Seconds: what a solution proves, rounding aside."""
+    return float(solution.lower_bound - solution.report.get("rounding_error_seconds", 0.0))
+
+
 P = TypeVar("P", bound=Priced)
 Q = TypeVar("Q", contravariant=True)
 
@@ -78,6 +110,7 @@ def solve_halved(
     binds: Binds = Binds.PERHAPS,
     free_part: float = 1.0,
     bound_part: float = 1.0,
+    left_before: Left | None = None,
 ) -> tuple[P, Any, tuple[str, ...]]:
     """Solves a program and, where memory binds, the one with two decisions per repeated layer instead.
 
@@ -91,6 +124,7 @@ def solve_halved(
             at once.
         free_part: of the time left, what the proof may take as long as memory does not bind.
         bound_part: of the time left then, what it may take where memory binds (a little time is not divided so much).
+        left_before: where an earlier call for the same step ended; it goes on from there.
 
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
@@ -108,6 +142,10 @@ def solve_halved(
         ended = found.report.get("interrupted") or found.report.get("too_dear")
         return bool(known or ended or left() <= 0)
 
+    if left_before is not None:
+        same = make(left_before.halved)
+        found = _with_memory(same, solve, left_before, left())
+        return same, found, (HALVED,) if left_before.halved else ()
     for halved in (False,) if binds is Binds.PERHAPS else (True, False):
         one = make(halved)
         if not splittable(one):
@@ -123,10 +161,11 @@ def solve_halved(
     fine = one if one.table.halved else make(True)
     start = None if first.choices is None else start_of(one.table, fine.table, first.choices)
     seconds = part()
-    finer = start_of(one.table, fine.table, relaxed)
-    second = _with_memory(fine, solve, first, start, finer, seconds, plan_seconds=PLAN_SHARE * seconds)
+    known = Left(True, start, start_of(one.table, fine.table, relaxed), _bound(first), _bound(first))
+    second = _with_memory(fine, solve, known, seconds, plan_seconds=PLAN_SHARE * seconds)
     if second.choices is None and not over(second) and not one.table.halved:
-        return one, solve(one, None, part(), relaxed=relaxed), ()
+        known = Left(False, first.choices, relaxed, _bound(second), _bound(first))
+        return one, _with_memory(one, solve, known, part()), ()
     return fine, second, (HALVED,)
 
 
@@ -140,15 +179,15 @@ def _alone(
     relaxed = first.report.pop("relaxed", None)
     if relaxed is None or over(first):
         return first
-    return _with_memory(one, solve, first, first.choices, relaxed, part())
+    known = Left(False, first.choices, relaxed, _bound(first), _bound(first))
+    return _with_memory(one, solve, known, part())
 
 
-def _with_memory(
-    problem: P, solve: Solve[P], first: Any, start: np.ndarray | None, relaxed: np.ndarray, seconds: float, **more: Any
-) -> Any:
-    """Solves where memory binds, from what ``first`` has shown without it."""
-    found = solve(problem, start, seconds, relaxed=relaxed, without_memory=first.lower_bound, **more)
-    found.report["without_memory"] = first.lower_bound
+def _with_memory(problem: P, solve: Solve[P], known: Left, seconds: float, **more: Any) -> Any:
+    """Solves where memory binds, from what is known."""
+    of_relaxed = {"relaxed": known.relaxed, "without_memory": known.without_memory}
+    found = solve(problem, known.choices, seconds, proved=known.lower_bound, **of_relaxed, **more)
+    found.report.update(of_relaxed)
     return found
 
 

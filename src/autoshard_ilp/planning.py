@@ -10,9 +10,9 @@ from typing import Any
 
 from autoshard_ilp.agreement import facts_of_step, planned_once
 from autoshard_ilp.anyplan import any_plan
-from autoshard_ilp.attempt import Failure, assemble, attempt, free_peak_bytes
+from autoshard_ilp.attempt import Failure, assemble, attempt, free_peak_bytes, left_of
 from autoshard_ilp.garbage import old_objects_left
-from autoshard_ilp.halving import Binds, wide
+from autoshard_ilp.halving import Binds, Left, wide
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import together
 from autoshard_ilp.progress import Progress
@@ -95,12 +95,14 @@ class Expected:
         bound: the last policy for all blocks recomputes, and memory binds nevertheless.
         large: programs are, as of three mesh axes.
         asked: policies so far.
+        left: where the last attempt under each of them ended.
     """
 
     def __init__(self, policies: Sequence[str]) -> None:
         self.policies = policies
         self.tight = self.bound = self.large = False
         self.asked: set[str] = set()
+        self.left: dict[str, Left | None] = {}
 
     def of(self, policy: str) -> dict[str, Any]:
         """Whether memory binds, as far as is known, and how much of the time that may take (:func:`solve_halved`)."""
@@ -113,11 +115,13 @@ class Expected:
             "free_part": FREE_PART if first and self.tight else 1.0,
             # Where it binds without recomputation, that may be faster.
             "bound_part": BOUND_PART if first and policy == "never" and len(self.policies) > 1 else 1.0,
+            "left_before": self.left.get(policy),
         }
 
     def learn(self, policy: str, answer: Plan | Failure) -> Plan | Failure:
         """Notes what a policy gave, a plan or a failure, and returns what of it matters."""
         self.asked.add(policy)
+        self.left[policy] = left_of(answer)
         if policy not in self.policies:
             return answer.without_tables() if isinstance(answer, Failure) else answer
         self.bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0

@@ -61,7 +61,8 @@ WINDOW_SHARE = 0.4  # of the time left, for one window
 NARROWER = 4  # windows that hold too much, before it gives up
 PLAN_ROUND = 2  # of rows, without a plan: one is looked for by its memory
 LONG_SECONDS = 2.0  # of a window ..
-FAMILY_GAP = 0.03  # .. above which relative gap a better plan is first looked for within families of strategies
+POOR_GAP = 0.03  # .. above which relative gap a better plan is looked for first
+MANY_NODES = 1500  # of a net that windows rarely get far with: a poor plan is made better before them
 ANY_PLAN = 0.2  # relative gap of a plan that will do, where only some plan is wanted
 
 
@@ -117,6 +118,8 @@ class Closing(PricedNet):
                 self._learn(net, limit, NOTHING)
             if wide and few and known - self.search.upper < CLOSED * (known - self.bound):
                 break  # the good plan is not among few strategies per node
+            if not (self.fresh or self.proved) and self._poor():
+                self.owner.look_around()
             near = self.search.upper - self.bound < NEAR * abs(self.search.upper) or self.search.too_dear
             if near and self.search.upper < known and not (self.fresh or self.proved):
                 self._shrink()
@@ -146,6 +149,8 @@ class Closing(PricedNet):
             return  # where none fits, none of their combinations does, as a rule
         found = combine(owner, self.prices) or found
         self.fresh = self.fresh or found
+        if self._poor() and len(self.net.live) > MANY_NODES:
+            owner.look_around()
 
     def _windows(self, each: float = math.inf) -> bool:
         """The optimum within ever wider limits; False where these hold too much, or one takes ``each`` seconds."""
@@ -164,8 +169,7 @@ class Closing(PricedNet):
             if limit >= failed:
                 limit = 0.5 * (known + failed)
             since, alone = time.monotonic(), time.thread_time()
-            poor = math.isinf(search.upper) or self.gap() > FAMILY_GAP * abs(search.upper)
-            early = math.isinf(each) and poor and owner.may_look()
+            early = math.isinf(each) and self._poor() and owner.may_look()
             found = window.solve(limit, min(self.deadline(WINDOW_SHARE), since + (LONG_SECONDS if early else each)))
             search.add_seconds("window", since)
             took = time.thread_time() - alone
@@ -182,6 +186,8 @@ class Closing(PricedNet):
                 if early:
                     owner.within_families()
                     continue
+                if self._poor():
+                    owner.look_around()
                 failed, tries = limit, tries + 1
                 if tries > NARROWER:
                     return False
@@ -198,6 +204,10 @@ class Closing(PricedNet):
                 quick = took <= max(QUICK_SECONDS, SAME * quickest)
                 step = QUICK_GROWTH * step if quick else min(2.0 * step, max(first, WIDER * (known - found.relaxed)))
         return owner.stop()
+
+    def _poor(self) -> bool:
+        """Whether the best plan is so far from the bound that a better one is looked for first."""
+        return math.isinf(self.search.upper) or self.gap() > POOR_GAP * abs(self.search.upper)
 
     def _decide(self, left: dict[int, np.ndarray], limit: float) -> bool:
         """Solve what a window left of each node as an integer program; False where it is too large, or not solved."""

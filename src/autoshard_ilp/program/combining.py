@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 POOL = 8  # plans combined, with the best known
 POOL_SECONDS = 2.0
 POOR = 0.1  # relative gap of a plan that is poor: then, first ..
-PAIR = 2  # .. fewer plans, which hold less ..
-POOR_SHARE = 0.2  # .. and for both of them so much of the time left
+PAIR = 2  # .. fewer plans, which hold less
+POOR_SHARE = 0.2  # of the time left, where no plan is known
 POOL_PART = 0.4  # of that time, for one window
 POOL_STEP = 0.02  # relative, of the first window above the bound ..
 POOL_GROWTH = 4.0  # .. and of the next
@@ -44,10 +44,11 @@ def combine(owner: Constrained, prices: np.ndarray) -> list[int]:
         Times to add as rows, where a plan was found that does not fit.
     """
     search, rows, fresh = owner.search, list(owner.rows), list[int]()
-    poor = math.isinf(search.upper) or search.upper - search.lower > POOR * abs(search.upper)
+    none = math.isinf(search.upper)
+    poor = none or search.upper - search.lower > POOR * abs(search.upper)
     for most in (PAIR, POOL) if poor else (POOL,):
         now = time.monotonic()
-        seconds = max(POOL_SECONDS, POOR_SHARE * (search.deadline - now) if poor else 0.0)
+        seconds = max(POOL_SECONDS, POOR_SHARE * (search.deadline - now) if none else 0.0)
         combination = _Combination(owner, most, math.inf if poor else POOL_CELLS, min(search.deadline, now + seconds))
         fresh = combination.run(rows, prices)
         if owner.stop():

@@ -20,6 +20,7 @@ from autoshard_ilp.program.dual import Dual
 from autoshard_ilp.program.families import Families
 from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weighted_usage
 from autoshard_ilp.program.memory import Owners, Row, violated_times
+from autoshard_ilp.program.neighbourhood import Neighbourhood
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.search import Search
 
@@ -49,10 +50,12 @@ class Constrained:
         self.seen: list[np.ndarray] = []
         self.asked = False  # for any plan
         self.families: Families | None = None
+        self.neighbourhood: Neighbourhood | None = None
         self.log: list[dict[str, Any]] = []
         search.report["memory"] = self.log
         search.without_memory = max(search.without_memory, search.lower)
         search.report["without_memory"] = search.lower
+        search.prove(search.proved)
 
     @staticmethod
     def small(net: Net) -> bool:
@@ -127,6 +130,16 @@ class Constrained:
             raise EmptyNodeError("capacity")
         self.remember(choices)
         return self.offer(choices)
+
+    def look_around(self) -> None:
+        """Improve the best plan, where there is one, a region at a time, for as long as that is worth its time."""
+        if self.neighbourhood is None:
+            self.neighbourhood = Neighbourhood(self)
+        since, known = time.monotonic(), self.search.best
+        self.neighbourhood.run()
+        if self.search.best is not known and self.search.best is not None:
+            self.remember(self.search.best)
+        self.search.add_seconds("neighbourhood", since)
 
     def may_look(self) -> bool:
         """Whether plans within families of strategies have not been looked for yet, and there is time for that."""

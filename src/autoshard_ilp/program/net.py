@@ -18,6 +18,9 @@ from autoshard_ilp.program.kernels_labels import numbered
 from autoshard_ilp.program.memory import Row
 from autoshard_ilp.program.model import Program
 
+Held = tuple[dict[int, np.ndarray], dict[int, np.ndarray]]
+"""Per node, and per edge, int64 bytes: (rows, strategies), and (rows, *table.shape)."""
+
 MOST_CODES = 2**62
 FEW_CODES = 2**13  # of one number each: looked through faster than sorted
 
@@ -224,7 +227,7 @@ def build_net(
         EmptyNodeError: a node has no finite strategy.
     """
     net = Net(len(program.nodes), len(rows))
-    nodes, edges = _used(program, rows)
+    nodes, edges = bytes_in_rows(program, rows)
     for v, node in enumerate(program.nodes):
         cost = np.asarray(node.costs, np.float64).copy()
         if keep is not None:
@@ -245,9 +248,9 @@ def build_net(
     return net
 
 
-def _used(program: Program, rows: Sequence[Row]) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+def bytes_in_rows(program: Program, rows: Sequence[Row]) -> Held:
     """Bytes per row and choice of the nodes and of the edges that count in a row."""
-    found: tuple[dict[int, np.ndarray], dict[int, np.ndarray]] = ({}, {})
+    found: Held = ({}, {})
     for r, row in enumerate(rows):
         for out, things, owners, counts in (
             (found[0], program.nodes, row.nodes, row.node_counts),

@@ -31,6 +31,7 @@ class Search:
     plan_seconds: float = math.inf  # for any plan
     dear: float = 1.0  # share of the objective: enough is known once memory is proved to add more than this
     without_memory: float = -math.inf  # seconds: a bound of the optimum without memory
+    proved: float = -math.inf  # seconds: a lower bound, memory included, from before
     best: np.ndarray | None = None
     solver: Callable[..., Solution] | None = None  # of smaller programs
     upper: float = field(init=False)  # of the best plan, or the cutoff
@@ -146,6 +147,7 @@ class Search:
         """The answer."""
         if infeasible:
             return Solution("infeasible", None, math.inf, math.inf, 0, self.seconds, self.report)
+        self.prove(self.proved)
         if self.too_dear:
             self.report["too_dear"] = True
         if self.best is None:

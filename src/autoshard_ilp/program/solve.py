@@ -71,6 +71,7 @@ def solve(
     cutoff: float = math.inf,
     dear: float = 1.0,
     without_memory: float = -math.inf,
+    proved: float = -math.inf,
     on_progress: Callable[[dict], None] | None = None,
 ) -> Solution:
     """Find the cheapest assignment within the memory capacity, with proof.
@@ -89,6 +90,7 @@ def solve(
             ends with any plan, or where only better ones than ``cutoff`` are wanted, without, and says so in
             ``report["too_dear"]``. 1: it does not.
         without_memory: seconds, a lower bound of that optimum, where one is known.
+        proved: seconds, a lower bound of the objective, where one is known.
         on_progress: called with ``{"stage", "seconds", "objective", "lower_bound", "choices"}``.
 
     Returns:
@@ -99,7 +101,7 @@ def solve(
         InputShapeError: malformed arrays.
     """
     check(program, hint)
-    search = Search(program, options, time.monotonic(), on_progress, cutoff, plan_seconds, dear, without_memory)
+    search = Search(program, options, time.monotonic(), on_progress, cutoff, plan_seconds, dear, without_memory, proved)
     search.solver = solve
     if hint is not None:
         search.offer(np.asarray(hint, np.int64))
