@@ -69,6 +69,9 @@ def free_peak_bytes(answer: Plan | Failure, request: Request) -> float:
     if built is None:
         return math.nan
     program = replace(built.program, capacity=None)
+    left = left_of(answer)
+    if left is not None and math.isfinite(program.cost(left.relaxed)):
+        return float(program.peak(left.relaxed))
     options = replace(request.solver, relative_gap=max(NEARLY_GAP, request.solver.relative_gap))
     found = solve(program, within(options, NEARLY_PART * request.solver.time_limit))
     if found.report.get("interrupted"):

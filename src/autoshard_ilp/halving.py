@@ -34,6 +34,9 @@ PLAN_SHARE = 0.6
 BOUND_SECONDS = 8.0
 """What a part of the time is not to be smaller than where memory binds, since less shows little ..."""
 
+BOUND_TIMES = 2.0
+"""... nor than so many times what the program took without a budget ..."""
+
 BOUND_SHARE = 0.5
 """... as long as that is no larger share of what is left."""
 
@@ -134,8 +137,9 @@ def solve_halved(
     def left() -> float:
         return max(0.0, time_limit - (clock() - began))
 
-    def part() -> float:
-        return max(bound_part * left(), min(BOUND_SECONDS, BOUND_SHARE * left()))
+    def part(first: Any) -> float:
+        least = max(BOUND_SECONDS, BOUND_TIMES * first.seconds)
+        return max(bound_part * left(), min(least, BOUND_SHARE * left()))
 
     def over(found: Any) -> bool:
         known = found.status in ("infeasible", "optimal") or found.lower_bound >= cutoff
@@ -160,17 +164,17 @@ def solve_halved(
         return one, first, ()
     fine = one if one.table.halved else make(True)
     start = None if first.choices is None else start_of(one.table, fine.table, first.choices)
-    seconds = part()
+    seconds = part(first)
     known = Left(True, start, start_of(one.table, fine.table, relaxed), _bound(first), _bound(first))
     second = _with_memory(fine, solve, known, seconds, plan_seconds=PLAN_SHARE * seconds)
     if second.choices is None and not over(second) and not one.table.halved:
         known = Left(False, first.choices, relaxed, _bound(second), _bound(first))
-        return one, _with_memory(one, solve, known, part()), ()
+        return one, _with_memory(one, solve, known, part(first)), ()
     return fine, second, (HALVED,)
 
 
 def _alone(
-    one: P, solve: Solve[P], left: Callable[[], float], over: Callable[[Any], bool], part: Callable[[], float] | None
+    one: P, solve: Solve[P], left: Callable[[], float], over: Callable[[Any], bool], part: Callable[[Any], float] | None
 ) -> Any:
     """Solves the one program there is; where memory binds, within a ``part`` of the time left then, in seconds."""
     if part is None or one.program.capacity is None:
@@ -180,7 +184,7 @@ def _alone(
     if relaxed is None or over(first):
         return first
     known = Left(False, first.choices, relaxed, _bound(first), _bound(first))
-    return _with_memory(one, solve, known, part())
+    return _with_memory(one, solve, known, part(first))
 
 
 def _with_memory(problem: P, solve: Solve[P], known: Left, seconds: float, **more: Any) -> Any:

@@ -184,7 +184,7 @@ def _prove(found: Found, first: Plan, tried: Tried, took: float, left: float) ->
 def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_blocks: int, deadline: float) -> None:
     """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute.
 
-    The policies share the time that is left. Of its part each spends what is left on fewer blocks. What was left
+    The policies share the time that is left, with what is taken up again. Of its part each spends what is left on fewer blocks. What was left
     without proof is taken up again, the best first: that one is solved to the end, and the others need only be proved
     to be no faster, if they may be so by much.
     """
@@ -201,7 +201,7 @@ def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_b
         if began >= deadline:
             break
         last = number == len(policies) - 1
-        seconds = (deadline - began) / (len(policies) - number)
+        seconds = (deadline - began) / (len(policies) - number + (unproved[0] is not None))
         answer = tried(policy, seconds, worth(best()), 1.0 if last else DEAR_SHARE)
         unproved.append(_Open.of(answer))
         if isinstance(answer, Plan):

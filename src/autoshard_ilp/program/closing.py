@@ -89,11 +89,16 @@ class Closing(PricedNet):
         Raises:
             EmptyNodeError: nothing beats the best plan.
         """
+        many = len(self.net.live) > MANY_NODES
+        if many and self._poor():
+            self.owner.look_around()
         self.improve_prices()
         narrow = self.net.size()["cells"] <= WINDOW_CELLS
         if narrow and not (self.fresh or self.search.done()) and self._windows(QUICK_SECONDS):
             return self.fresh
         self._better_plan()
+        if many and not self.fresh and self._poor():
+            self.owner.look_around()
         if narrow and not (self.fresh or self.search.done()) and self._windows():
             return self.fresh
         if self.bound < self.search.without_memory and not self.search.done():
@@ -149,8 +154,6 @@ class Closing(PricedNet):
             return  # where none fits, none of their combinations does, as a rule
         found = combine(owner, self.prices) or found
         self.fresh = self.fresh or found
-        if self._poor() and len(self.net.live) > MANY_NODES:
-            owner.look_around()
 
     def _windows(self, each: float = math.inf) -> bool:
         """The optimum within ever wider limits; False where these hold too much, or one takes ``each`` seconds."""
@@ -207,7 +210,8 @@ class Closing(PricedNet):
 
     def _poor(self) -> bool:
         """Whether the best plan is so far from the bound that a better one is looked for first."""
-        return math.isinf(self.search.upper) or self.gap() > POOR_GAP * abs(self.search.upper)
+        upper = self.search.upper
+        return math.isinf(upper) or upper - max(self.bound, self.search.lower) > POOR_GAP * abs(upper)
 
     def _decide(self, left: dict[int, np.ndarray], limit: float) -> bool:
         """Solve what a window left of each node as an integer program; False where it is too large, or not solved."""

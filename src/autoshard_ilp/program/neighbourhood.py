@@ -37,7 +37,7 @@ LEAST_GAIN = 1e-6  # relative: less is rounding
 RECENT = 0.1  # of the time left: what was gained in it ..
 LEAST_RECENT, MOST_RECENT = 0.5, 3.0  # .. in seconds ..
 LEAST_REGIONS = 8  # .. and in so many regions, says whether the rest is worth its time ..
-WORTH = 0.5  # .. at that rate the time left gains this part of the gap
+WORTH = 0.2  # .. at that rate the time left gains this part of the gap
 
 
 class Neighbourhood:
