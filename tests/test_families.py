@@ -112,7 +112,7 @@ def deep(weights: Any, x: Any) -> Any:
 def test_a_search_whose_windows_take_long_looks_into_families(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closing, "LONG_SECONDS", seconds)
     monkeypatch.setattr(closing, "QUICK_SECONDS", 0.0)
-    monkeypatch.setattr(closing, "FAMILY_GAP", 0.0)
+    monkeypatch.setattr(closing, "POOR_GAP", 0.0)
     args = [np.ones((64, 64), "float32")] * 3, np.ones((256, 64), "float32")
     free = autoshard.optimize_fn(deep, args, {"a": 2, "b": 2}, hardware="h100", progress=False)
     program = dataclasses.replace(free.trail.program, capacity=int(0.6 * free.memory.peak_bytes))

@@ -16,7 +16,7 @@ from keras import layers
 import autoshard_ilp as autoshard
 from autoshard_ilp import attempt, halving
 from autoshard_ilp.costs.fold import LEAST_HALVED, halves
-from autoshard_ilp.halving import Binds, solve_halved, start_of
+from autoshard_ilp.halving import Binds, Left, solve_halved, start_of
 
 DEPTH = 16
 MESH = {"data": 4}
@@ -154,11 +154,14 @@ def make(halved: bool) -> Any:
     return FINE if halved else TIED
 
 
-def solution(objective: float = np.inf, status: str = "optimal", lower: float = 0.0, large: bool = False) -> Any:
+def solution(
+    objective: float = np.inf, status: str = "optimal", lower: float = 0.0, large: bool = False, took: float = 1.0
+) -> Any:
     """``large``: the best plan without memory is known, and does not fit."""
     choices = None if np.isinf(objective) else np.array([7, 9])
     report = {"relaxed": np.array([7, 8])} if large else {}
-    return SimpleNamespace(status=status, objective=objective, choices=choices, report=report, lower_bound=lower)
+    known = {"status": status, "objective": objective, "choices": choices, "lower_bound": lower, "seconds": took}
+    return SimpleNamespace(report=report, **known)
 
 
 LARGE, NONE = "large", "none"
@@ -200,7 +203,7 @@ def test_the_larger_program_starts_from_what_is_known() -> None:
     first = solution(2.0, "feasible", 1.9, large=True)
     solver = _Solver([first, solution(1.95)], takes=3.0)
     _, found, _ = solve_halved(make, solver, 100.0, lambda: solver.now)
-    known = {"relaxed": [7, 8, 8], "plan_seconds": pytest.approx(0.6 * 97.0), "without_memory": 1.9}
+    known = {"relaxed": [7, 8, 8], "plan_seconds": pytest.approx(0.6 * 97.0), "without_memory": 1.9, "proved": 1.9}
     assert solver.asked == [("tied", None, 100.0, {"rows": False}), ("fine", [7, 9, 9], 97.0, known)]
     assert found.report["without_memory"] == 1.9
     assert start_of(TIED.table, FINE.table, np.array([7, 9])).tolist() == [7, 9, 9]
@@ -242,11 +245,35 @@ def test_where_memory_binds_another_part_of_it() -> None:
     assert [(a[0], a[2]) for a in solver.asked] == [("tied", 100.0), ("fine", 20.0)]
 
 
+def test_that_part_is_no_less_than_twice_what_the_program_took_without_a_budget() -> None:
+    for took, wanted in ((5.0, 20.0), (15.0, 30.0), (60.0, 40.0)):  # seconds; but at most half of what is left
+        first = solution(2.0, "feasible", large=True, took=took)
+        solver = _Solver([first, solution(2.0)], takes=20.0)
+        solve_halved(make, solver, 100.0, lambda s=solver: s.now, bound_part=0.25)
+        assert solver.asked[1][2] == wanted
+
+
+def test_what_was_left_without_proof_goes_on_from_there() -> None:
+    first, second = solution(2.0, "feasible", 1.8, large=True), solution(1.95, "feasible", 1.9)
+    second.report["rounding_error_seconds"] = 0.01
+    solver = _Solver([first, second], takes=3.0)
+    _, found, _ = solve_halved(make, solver, 100.0, lambda: solver.now)
+    left = Left.of(True, found)
+    assert left is not None
+    solver = _Solver([solution(1.91)])
+    problem, again, notes = solve_halved(make, solver, 50.0, lambda: solver.now, left_before=left)
+    known = {"relaxed": [7, 8, 8], "without_memory": 1.8, "proved": pytest.approx(1.89)}
+    assert solver.asked == [("fine", [7, 9], 50.0, known)]
+    assert problem.name == "fine" and again.objective == 1.91 and notes == (halving.HALVED,)
+    assert Left.of(True, solution(2.0)) is None, "proved"
+    assert Left.of(False, solution(2.0, "feasible")) is None, "memory did not bind"
+
+
 def test_also_of_a_program_that_cannot_be_halved() -> None:
     one, first = problem("tied", [0, 1, 2]), solution(2.0, "feasible", 1.9, large=True)
     solver = _Solver([first, solution(1.95)], takes=20.0)
     _, found, notes = solve_halved(lambda halved: one, solver, 100.0, lambda: solver.now, bound_part=0.25)
-    known = {"relaxed": [7, 8], "without_memory": 1.9}
+    known = {"relaxed": [7, 8], "without_memory": 1.9, "proved": 1.9}
     assert solver.asked == [("tied", None, 100.0, {"rows": False}), ("tied", [7, 9], 20.0, known)]
     assert found.objective == 1.95 and found.report["without_memory"] == 1.9 and not notes
     solver = _Solver([solution(2.0)])  # it does not bind

@@ -184,9 +184,9 @@ def _prove(found: Found, first: Plan, tried: Tried, took: float, left: float) ->
 def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_blocks: int, deadline: float) -> None:
     """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute.
 
-    The policies share the time that is left, with what is taken up again. Of its part each spends what is left on fewer blocks. What was left
-    without proof is taken up again, the best first: that one is solved to the end, and the others need only be proved
-    to be no faster, if they may be so by much.
+    The policies, and what is taken up again, share the time that is left. Of its part each spends what is left on fewer
+    blocks. What was left without proof is taken up again, the best first: that one is solved to the end, and the others
+    need only be proved to be no faster, if they may be so by much.
     """
     tried, clock, dear = means.tried, means.clock, means.dear
 

@@ -77,7 +77,7 @@ class Neighbourhood:
             now = time.monotonic()
             recent.append((now, search.upper))
             left = search.deadline - now
-            while len(recent) > LEAST_REGIONS and recent[1][0] < now - window:
+            while len(recent) > LEAST_REGIONS + 1 and recent[1][0] < now - window:
                 recent.popleft()
             since, upper = recent[0]
             enough = len(recent) > LEAST_REGIONS and now - since >= window
@@ -142,44 +142,45 @@ class Neighbourhood:
 
     def _net(self, region: list[int], plan: np.ndarray) -> Net:
         """The region with what the choices of all others cost and leave."""
-        program, (nodes, edges) = self.program, self.held
+        program = self.program
         net = Net(len(program.nodes), len(self.rows))
         net.gone[:] = True
         net.gone[region] = False
         net.base = self._usage(plan)[[row.time for row in self.rows]]
-        inside: dict[int, None] = {}
+        touched = dict.fromkeys(e for v in region for e in self.edges[v])
+        inside = [e for e in touched if not (net.gone[program.edges[e].u] or net.gone[program.edges[e].v])]
         for v in region:
-            node, at = program.nodes[v], int(plan[v])
-            keep = self.owner.keep[v].copy()
-            keep[at] = True
-            cost = np.where(keep, np.asarray(node.costs, np.float64), np.inf)
-            held = np.zeros((len(self.rows), len(cost)), np.int64)
-            if v in nodes:
-                held += nodes[v]
-                net.base -= nodes[v][:, at]
-            for e in self.edges[v]:
-                edge = program.edges[e]
-                if not (net.gone[edge.u] or net.gone[edge.v]):
-                    inside[e] = None
-                    continue
-                own, other = (edge.u_labels, edge.v_labels) if edge.u == v else (edge.v_labels, edge.u_labels)
-                w = edge.u + edge.v - v
-                first = edge.u == v
-                column = int(other[plan[w]])
-                cost += (edge.table[:, column] if first else edge.table[column])[own]
-                if e in edges:
-                    part = (edges[e][:, :, column] if first else edges[e][:, column])[:, own]
-                    held += part
-                    net.base -= part[:, at]
+            cost, held = self._alone(v, plan, net.gone)
             net.set_cost(v, cost)
+            net.base -= held[:, plan[v]]
             net.add_used(v, held[:, net.alive[v]])
         for e in inside:
             edge = program.edges[e]
             labels = np.asarray(edge.u_labels, np.int64), np.asarray(edge.v_labels, np.int64)
-            net.add(Factor((edge.u, edge.v), labels, np.asarray(edge.table, np.float64), edges.get(e)))
-            if e in edges:
-                net.base -= edges[e][:, labels[0][plan[edge.u]], labels[1][plan[edge.v]]]
+            used = self.held[1].get(e)
+            net.add(Factor((edge.u, edge.v), labels, np.asarray(edge.table, np.float64), used))
+            if used is not None:
+                net.base -= used[:, labels[0][plan[edge.u]], labels[1][plan[edge.v]]]
         return net
+
+    def _alone(self, v: int, plan: np.ndarray, fixed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds, and bytes per row, of every strategy of a node, with its edges to nodes that are fixed (bool)."""
+        nodes, edges = self.held
+        keep = self.owner.keep[v].copy()
+        keep[plan[v]] = True
+        cost = np.where(keep, np.asarray(self.program.nodes[v].costs, np.float64), np.inf)
+        held = nodes[v].copy() if v in nodes else np.zeros((len(self.rows), len(cost)), np.int64)
+        for e in self.edges[v]:
+            edge = self.program.edges[e]
+            if edge.u == v and fixed[edge.v]:
+                column = edge.v_labels[plan[edge.v]]
+                cost += edge.table[:, column][edge.u_labels]
+                held += edges[e][:, :, column][:, edge.u_labels] if e in edges else 0
+            elif edge.v == v and fixed[edge.u]:
+                row = edge.u_labels[plan[edge.u]]
+                cost += edge.table[row][edge.v_labels]
+                held += edges[e][:, row][:, edge.v_labels] if e in edges else 0
+        return cost, held
 
     def _solve(self, net: Net, known: float, plan: np.ndarray, deadline: float) -> tuple[np.ndarray | None, bool]:
         """The best plan of a net, with the choices of ``plan`` elsewhere; and whether it was solved."""

@@ -1,0 +1,135 @@
+"""Large neighbourhood search: a region is the program it claims to be, and plans get better without losing anything."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+
+import numpy as np
+import pytest
+
+import test_priced
+from autoshard_ilp.program import brute_force, minimum_capacity, neighbourhood, solve
+from autoshard_ilp.program.capacity import Room
+from autoshard_ilp.program.constrained import Constrained
+from autoshard_ilp.program.milp import Milp, MilpResult
+from autoshard_ilp.program.model import Program, SolverOptions
+from autoshard_ilp.program.neighbourhood import Neighbourhood
+from autoshard_ilp.program.prices import PricedRows
+from autoshard_ilp.program.search import Search
+
+OPTIONS = SolverOptions(time_limit=60.0)
+
+
+def around(program: Program, relaxed: np.ndarray, plan: np.ndarray) -> Neighbourhood:
+    """The search around a plan, under the rows that an assignment which does not fit asks for."""
+    search = Search(program, OPTIONS, time.monotonic(), None)
+    room = Room.of(program)
+    room.run()
+    owner = Constrained(search, relaxed, room)
+    owner.rows = [owner.owners.row(t) for t in owner._first_times()]
+    assert search.offer(plan)
+    return Neighbourhood(owner)
+
+
+@functools.cache
+def cases() -> list[tuple[Program, np.ndarray]]:
+    """Programs, and for each an assignment that does not fit."""
+    return test_priced.cases()
+
+
+def smallest(program: Program) -> np.ndarray:
+    """A plan of least memory."""
+    return np.asarray(minimum_capacity(program, OPTIONS)[2])
+
+
+@pytest.mark.parametrize("part", [0.3, 0.6, 1.0])
+def test_a_region_costs_and_holds_what_the_program_does(part: float) -> None:
+    compared = 0
+    for number, (program, relaxed) in enumerate(cases()):
+        plan, rng = smallest(program), np.random.default_rng(number)
+        search = around(program, relaxed, plan)
+        search._add_rows(search.owner.rows)
+        region = [v for v in range(len(plan)) if rng.random() < part] or [0]
+        net = search._net(region, plan)
+        rows = PricedRows(net, int(program.capacity or 0))
+        began = net.value(plan)
+        for _ in range(20):
+            other = plan.copy()
+            for v in region:
+                other[v] = rng.choice(net.alive[v])
+            cost = program.cost(other)
+            if not math.isfinite(cost):
+                assert not net.contains(other)
+                continue
+            assert net.value(other) - began == pytest.approx(cost - program.cost(plan), rel=1e-9, abs=1e-15)
+            used = program.usage_over_time(other)
+            assert rows.usage(other).tolist() == [used[row.time] for row in search.rows]
+            compared += 1
+    assert compared > 100
+
+
+def test_a_region_of_everything_holds_the_optimum() -> None:
+    """Also where the plan is within the first rows but not at all other times: those become rows as they are met."""
+    improved, more_rows = 0, 0
+    for program, relaxed in cases():
+        plan = smallest(program)
+        search = around(program, relaxed, plan)
+        before = len(search.owner.rows)
+        search._add_rows(search.owner.rows)
+        search._improve(list(range(len(plan))), math.inf)
+        best = brute_force(program).objective
+        assert search.search.upper == pytest.approx(best, rel=2 * neighbourhood.LEAST_GAIN)
+        assert program.peak(search.search.best) <= program.capacity
+        improved += best < program.cost(plan) * (1 - 1e-6)
+        more_rows += len(search.rows) > before
+    assert improved > 5 and more_rows > 0
+
+
+def test_small_regions_make_a_plan_better_and_never_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbourhood, "FIRST_NODES", 4)
+    monkeypatch.setattr(neighbourhood, "MOST_NODES", 4)
+    gained, possible = 0.0, 0.0
+    for program, relaxed in cases():
+        plan = smallest(program)
+        search = around(program, relaxed, plan)
+        search._add_rows(search.owner.rows)
+        for _ in range(30):
+            known, region = search.search.upper, search._region()
+            assert len(set(region)) == len(region) <= 4 + neighbourhood.CENTRES
+            search._improve(region, math.inf)
+            assert search.search.upper <= known and program.peak(search.search.best) <= program.capacity
+        gained += program.cost(plan) - search.search.upper
+        possible += program.cost(plan) - brute_force(program).objective
+    assert gained > 0.7 * possible > 0
+
+
+def test_it_ends_where_regions_hold_nothing_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbourhood, "LEAST_RECENT", 0.0)
+    monkeypatch.setattr(neighbourhood, "RECENT", 0.0)
+    program, relaxed = cases()[0]
+    search = around(program, relaxed, np.asarray(brute_force(program).choices))
+    asked = 0
+
+    def nothing(region: list[int], deadline: float) -> None:
+        nonlocal asked
+        asked += 1
+
+    monkeypatch.setattr(search, "_improve", nothing)
+    search.run()
+    assert asked == neighbourhood.LEAST_REGIONS
+
+
+def test_an_interrupt_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a region is being solved ends the whole search, which has the plan that it began with, or better."""
+    monkeypatch.setattr(Milp, "solve", lambda *_: MilpResult("unknown", None, 0.0, 0.0, interrupted=True))
+    monkeypatch.setattr(neighbourhood, "MOST_RECENT", 0.05)  # where presolve solves all regions
+    monkeypatch.setattr(Constrained, "run", lambda owner: bool(owner.look_around()))
+    interrupted = 0
+    for program, relaxed in cases():
+        plan = smallest(program)
+        found = solve(program, OPTIONS, hint=plan, relaxed=relaxed)
+        assert found.choices is not None and found.objective <= program.cost(plan)
+        interrupted += bool(found.report.get("interrupted"))
+    assert interrupted
