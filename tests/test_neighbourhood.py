@@ -5,11 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+import autoshard_ilp.program
 import test_priced
+from autoshard_ilp.attempt import Failure, free_peak_bytes
+from autoshard_ilp.planning import Expected
 from autoshard_ilp.program import brute_force, minimum_capacity, neighbourhood, solve
 from autoshard_ilp.program.capacity import Room
 from autoshard_ilp.program.constrained import Constrained
@@ -133,3 +138,45 @@ def test_an_interrupt_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> No
         assert found.choices is not None and found.objective <= program.cost(plan)
         interrupted += bool(found.report.get("interrupted"))
     assert interrupted
+
+
+def test_a_bound_from_before_counts_as_proved() -> None:
+    """What was proved under memory is no bound of the optimum without it, which the report gives too."""
+    for program, relaxed in cases()[:6]:
+        best = brute_force(program).objective
+        half = 0.5 * (program.cost(relaxed) + best)
+        for known, status in ((best, "optimal"), (half, "feasible")):
+            short = SolverOptions(time_limit=0.0)
+            found = solve(program, short, hint=brute_force(program).choices, relaxed=relaxed, proved=known)
+            assert found.lower_bound == pytest.approx(known, rel=1e-12) and found.objective == pytest.approx(best)
+            assert found.status == status or half == best
+            assert found.report["without_memory"] <= program.cost(relaxed) * (1 + 1e-9)
+
+
+def test_the_memory_of_a_free_plan_is_not_looked_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt that memory binds has found one."""
+
+    def solved(*_: Any, **__: Any) -> Any:
+        raise AssertionError("solved again")
+
+    monkeypatch.setattr(autoshard_ilp.program, "solve", solved)
+    for program, relaxed in cases()[:3]:
+        report = {"relaxed": relaxed, "without_memory": 0.0}
+        solution = SimpleNamespace(status="feasible", report=report, lower_bound=0.0, choices=None)
+        built, table = SimpleNamespace(program=program), SimpleNamespace(halved=False)
+        failure: Any = Failure(None, None, table, built, solution, None)  # type: ignore[arg-type]
+        request: Any = SimpleNamespace(solver=OPTIONS)
+        assert free_peak_bytes(failure, request) == program.peak(relaxed) > program.capacity
+
+
+def test_a_policy_asked_again_goes_on_from_where_it_was_left() -> None:
+    expected = Expected(("never", "selective"))
+    assert expected.of("never")["left_before"] is None
+    report = {"relaxed": np.array([1]), "without_memory": 1.0, "rounding_error_seconds": 0.25}
+    solution = SimpleNamespace(status="feasible", report=report, lower_bound=2.0, choices=np.array([0]))
+    failure: Any = Failure(None, None, SimpleNamespace(halved=True), None, solution, None)  # type: ignore[arg-type]
+    expected.learn("never", failure)
+    left = expected.of("never")["left_before"]
+    assert (left.halved, left.choices.tolist(), left.relaxed.tolist()) == (True, [0], [1])
+    assert (left.lower_bound, left.without_memory) == (1.75, 1.0)
+    assert expected.of("selective")["left_before"] is None

@@ -161,6 +161,29 @@ def test_plans_that_recompute_share_the_time_that_is_left(any_plan: Plan) -> Non
     assert given == pytest.approx({"never": 80.0, "selective": 10.0, "full": 10.0})
 
 
+def test_what_is_taken_up_again_has_a_part_of_the_time(any_plan: Plan) -> None:
+    """A plan that recomputes nothing and is not proved; nothing else is asked once a part is used up."""
+    now, given = 0.0, list[tuple[str, float]]()
+    assert any_plan.trail is not None
+    solution = replace(any_plan.trail.solution, status="feasible", lower_bound=0.1 * any_plan.trail.solution.objective)
+    unproved = replace(any_plan, trail=replace(any_plan.trail, solution=solution))
+
+    def tried(policy: str, seconds: float, worse_than: float, dear: float) -> Any:
+        nonlocal now
+        given.append((policy, round(seconds, 6)))
+        now += seconds
+        if policy == "never":
+            return replace(unproved, remat_policy=policy)
+        failed = SimpleNamespace(status="infeasible", lower_bound=math.inf)
+        return SimpleNamespace(step=SimpleNamespace(remat=policy), solution=failed)
+
+    def need(answer: Any) -> float:
+        raise AssertionError("to know how many blocks to try takes time too")
+
+    search(POLICIES, tried, lambda failed: 16, 90.0, lambda: now, dear=lambda plan: 0.5, need=need)
+    assert given == [("never", 72.0), ("selective", 6.0), ("full", 6.0), ("never", 6.0)]
+
+
 def test_policies_left_as_too_dear_are_taken_up_where_they_may_be_faster(any_plan: Plan) -> None:
     """The best is solved to the end; of the others only those whose bound leaves room are asked again."""
     asked: list[tuple[str, float, float]] = []
