@@ -4,7 +4,7 @@ Where memory binds, a plan is often poor in many small ways that have nothing to
 that might as well be whole, a tensor gathered twice there. No change of one node mends any of these, and all of them
 together are the whole program. All nodes but those of a region keep their choices; the region is a small program with
 the memory that the others leave, and is solved exactly. Regions have two centres, so that one may take what the other
-gives up.
+gives up, and lie where much is paid.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ CELLS = 5_000  # largest table that presolve makes
 MOST_CELLS = 20_000  # of what is left of a region
 SECONDS = 1.0  # for one region
 CENTRES = 2
+EVEN = 0.2  # of the centres: anywhere
 LEAST_GAIN = 1e-6  # relative: less is rounding
 RECENT = 0.1  # of the time left: what was gained in it ..
 LEAST_RECENT, MOST_RECENT = 0.5, 3.0  # .. in seconds ..
@@ -55,7 +56,11 @@ class Neighbourhood:
         for e, edge in enumerate(self.program.edges):
             self.edges[edge.u].append(e)
             self.edges[edge.v].append(e)
-        self.known: tuple[np.ndarray, np.ndarray] | None = None  # a plan, and its bytes over time
+        self.known: tuple[np.ndarray | None, np.ndarray] = None, np.zeros(0)  # a plan, and its bytes over time
+        self.ends = [np.array([getattr(edge, end) for edge in self.program.edges], np.int64) for end in "uv"]
+        self.least = [np.array([np.min(node.costs) for node in self.program.nodes])]
+        self.least.append(np.array([np.min(edge.table) for edge in self.program.edges]))
+        self.paid: tuple[np.ndarray | None, np.ndarray] = None, np.zeros(0)  # a plan, and what it pays
         self.rows: list[Row] = []
         self.held: Held = ({}, {})
 
@@ -90,10 +95,10 @@ class Neighbourhood:
         self.held = bytes_in_rows(self.program, self.rows)
 
     def _region(self) -> list[int]:
-        """Nodes around a few random ones, each next one a neighbour of a random one."""
+        """Nodes around a few centres, each next one a neighbour of a random one."""
         found: dict[int, None] = {}
         for _ in range(CENTRES):
-            border = [int(self.rng.integers(len(self.program.nodes)))]
+            border = [self._centre()]
             found[border[0]] = None
             wanted = len(found) + int(self.size / CENTRES)
             while border and len(found) < wanted:
@@ -106,6 +111,25 @@ class Neighbourhood:
                     border[at] = border[-1]
                     border.pop()
         return list(found)
+
+    def _centre(self) -> int:
+        """A node, the likelier the more is paid there; now and then any."""
+        paid = np.cumsum(self._paid())
+        if self.rng.random() < EVEN or paid[-1] <= 0:
+            return int(self.rng.integers(len(paid)))
+        return int(np.searchsorted(paid, self.rng.random() * paid[-1], side="right"))
+
+    def _paid(self) -> np.ndarray:
+        """Per node, what the best plan pays for it and its edges above the least that any choice pays, in seconds."""
+        plan, program = self.search.best, self.program
+        assert plan is not None
+        if self.paid[0] is not plan:
+            of_edges = [e.table[e.u_labels[plan[e.u]], e.v_labels[plan[e.v]]] for e in program.edges]
+            paid = np.array([node.costs[s] for node, s in zip(program.nodes, plan, strict=True)]) - self.least[0]
+            for end in self.ends:
+                np.add.at(paid, end, np.array(of_edges) - self.least[1])
+            self.paid = plan, paid
+        return self.paid[1]
 
     def _neighbours(self, v: int) -> list[int]:
         edges = self.program.edges
@@ -136,7 +160,7 @@ class Neighbourhood:
 
     def _usage(self, plan: np.ndarray) -> np.ndarray:
         """Bytes held over time."""
-        if self.known is None or self.known[0] is not plan:
+        if self.known[0] is not plan:
             self.known = plan, self.program.usage_over_time(plan)
         return self.known[1]
 
