@@ -142,7 +142,7 @@ class FewerBlocks:
         self.long, saves_little = took > QUICK_SECONDS, None
         if isinstance(self.every, Plan):
             saves_little = self._narrow()
-        elif self.means.clock() < self.deadline:  # neither end is the better one
+        elif self.means.clock() + took < self.deadline:  # neither end is the better one; others take as long
             guess = self._guess()
             if guess is not None:
                 self._attempt(guess)

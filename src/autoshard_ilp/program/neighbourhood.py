@@ -37,8 +37,8 @@ EVEN = 0.2  # of the centres: anywhere
 LEAST_GAIN = 1e-6  # relative: less is rounding
 RECENT = 0.1  # of the time left: what was gained in it ..
 LEAST_RECENT, MOST_RECENT = 0.5, 3.0  # .. in seconds ..
-LEAST_REGIONS = 8  # .. and in so many regions, says whether the rest is worth its time ..
-WORTH = 0.2  # .. at that rate the time left gains this part of the gap
+LEAST_REGIONS = 16  # .. and in so many regions, says whether more is worth its time: ..
+WORTH = 0.2  # .. at that rate as much time as was left at first gains this part of the gap
 
 
 class Neighbourhood:
@@ -81,7 +81,6 @@ class Neighbourhood:
             self._improve(self._region(), search.deadline)
             now = time.monotonic()
             recent.append((now, search.upper))
-            left = search.deadline - now
             while len(recent) > LEAST_REGIONS + 1 and recent[1][0] < now - window:
                 recent.popleft()
             since, upper = recent[0]
