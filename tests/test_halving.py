@@ -203,7 +203,7 @@ def test_the_larger_program_starts_from_what_is_known() -> None:
     first = solution(2.0, "feasible", 1.9, large=True)
     solver = _Solver([first, solution(1.95)], takes=3.0)
     _, found, _ = solve_halved(make, solver, 100.0, lambda: solver.now)
-    known = {"relaxed": [7, 8, 8], "plan_seconds": pytest.approx(0.6 * 97.0), "without_memory": 1.9, "proved": 1.9}
+    known = {"relaxed": [7, 8, 8], "plan_seconds": pytest.approx(0.6 * 97.0), "without_memory": 1.9, "proved": -np.inf}
     assert solver.asked == [("tied", None, 100.0, {"rows": False}), ("fine", [7, 9, 9], 97.0, known)]
     assert found.report["without_memory"] == 1.9
     assert start_of(TIED.table, FINE.table, np.array([7, 9])).tolist() == [7, 9, 9]
@@ -243,6 +243,20 @@ def test_where_memory_binds_another_part_of_it() -> None:
     solver = _Solver(answers(LARGE, 2.0), takes=20.0)
     solve_halved(make, solver, 100.0, lambda: solver.now, bound_part=0.25)
     assert [(a[0], a[2]) for a in solver.asked] == [("tied", 100.0), ("fine", 20.0)]
+
+
+def test_a_bound_of_the_smaller_program_is_none_of_the_larger_one() -> None:
+    """Two decisions may be cheaper than one for all; the other way round a bound holds."""
+    first, second = solution(2.0, "feasible", 1.9, large=True), solution(np.inf, "feasible", 1.7)
+    for binds, wanted in ((PERHAPS, [None, -np.inf, 1.7]), (LIKELY, [None, 1.9])):
+        solver = _Solver([replaced(first), replaced(second), solution(1.95)])
+        solve_halved(make, solver, 100.0, lambda s=solver: s.now, binds=binds)
+        assert [a[3].get("proved") for a in solver.asked] == wanted
+
+
+def replaced(answer: Any) -> Any:
+    """A copy with a report of its own."""
+    return SimpleNamespace(**{**vars(answer), "report": dict(answer.report)})
 
 
 def test_that_part_is_no_less_than_twice_what_the_program_took_without_a_budget() -> None:

@@ -165,7 +165,8 @@ def solve_halved(
     fine = one if one.table.halved else make(True)
     start = None if first.choices is None else start_of(one.table, fine.table, first.choices)
     seconds = part(first)
-    known = Left(True, start, start_of(one.table, fine.table, relaxed), _bound(first), _bound(first))
+    proved = _bound(first) if one.table.halved else -math.inf  # the larger program may be cheaper
+    known = Left(True, start, start_of(one.table, fine.table, relaxed), proved, _bound(first))
     second = _with_memory(fine, solve, known, seconds, plan_seconds=PLAN_SHARE * seconds)
     if second.choices is None and not over(second) and not one.table.halved:
         known = Left(False, first.choices, relaxed, _bound(second), _bound(first))
