@@ -247,7 +247,7 @@ def test_where_memory_binds_another_part_of_it() -> None:
 
 def test_a_bound_of_the_smaller_program_is_none_of_the_larger_one() -> None:
     """Two decisions may be cheaper than one for all; the other way round a bound holds."""
-    first, second = solution(2.0, "feasible", 1.9, large=True), solution(np.inf, "feasible", 1.7)
+    first, second = solution(np.inf, "feasible", 1.9, large=True), solution(np.inf, "feasible", 1.7)
     for binds, wanted in ((PERHAPS, [None, -np.inf, 1.7]), (LIKELY, [None, 1.9])):
         solver = _Solver([replaced(first), replaced(second), solution(1.95)])
         solve_halved(make, solver, 100.0, lambda s=solver: s.now, binds=binds)
