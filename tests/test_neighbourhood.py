@@ -15,7 +15,7 @@ import autoshard_ilp.program
 import test_priced
 from autoshard_ilp.attempt import Failure, free_peak_bytes
 from autoshard_ilp.planning import Expected
-from autoshard_ilp.program import brute_force, minimum_capacity, neighbourhood, solve
+from autoshard_ilp.program import brute_force, closing, minimum_capacity, neighbourhood, solve
 from autoshard_ilp.program.capacity import Room
 from autoshard_ilp.program.constrained import Constrained
 from autoshard_ilp.program.milp import Milp, MilpResult
@@ -180,3 +180,26 @@ def test_a_policy_asked_again_goes_on_from_where_it_was_left() -> None:
     assert (left.halved, left.choices.tolist(), left.relaxed.tolist()) == (True, [0], [1])
     assert (left.lower_bound, left.without_memory) == (1.75, 1.0)
     assert expected.of("selective")["left_before"] is None
+
+
+def test_a_poor_plan_of_many_nodes_is_made_better_before_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the optimum is what it was."""
+    monkeypatch.setattr(closing, "MANY_NODES", 0)
+    monkeypatch.setattr(closing, "POOR_GAP", 1e-9)
+    monkeypatch.setattr(neighbourhood, "MOST_RECENT", 0.05)
+    looked, better = list[float](), 0
+
+    def look_around(owner: Constrained) -> None:
+        nonlocal better
+        known = owner.search.upper
+        as_it_was(owner)
+        looked.append(known)
+        better += owner.search.upper < known
+
+    as_it_was = Constrained.look_around
+    monkeypatch.setattr(Constrained, "look_around", look_around)
+    for program, relaxed in cases():
+        found = solve(program, OPTIONS, hint=smallest(program), relaxed=relaxed)
+        assert found.status == "optimal"
+        assert found.objective == pytest.approx(brute_force(program).objective, rel=1e-9)
+    assert looked and better
