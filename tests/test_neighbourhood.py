@@ -83,7 +83,7 @@ def test_a_region_of_everything_holds_the_optimum() -> None:
         search = around(program, relaxed, plan)
         before = len(search.owner.rows)
         search._add_rows(search.owner.rows)
-        search._improve(list(range(len(plan))), math.inf)
+        search._improve(list(range(len(plan))))
         best = brute_force(program).objective
         assert search.search.upper == pytest.approx(best, rel=2 * neighbourhood.LEAST_GAIN)
         assert program.peak(search.search.best) <= program.capacity
@@ -103,7 +103,7 @@ def test_small_regions_make_a_plan_better_and_never_worse(monkeypatch: pytest.Mo
         for _ in range(30):
             known, region = search.search.upper, search._region()
             assert len(set(region)) == len(region) <= 4 + neighbourhood.CENTRES
-            search._improve(region, math.inf)
+            search._improve(region)
             assert search.search.upper <= known and program.peak(search.search.best) <= program.capacity
         gained += program.cost(plan) - search.search.upper
         possible += program.cost(plan) - brute_force(program).objective
@@ -117,7 +117,7 @@ def test_it_ends_where_regions_hold_nothing_better(monkeypatch: pytest.MonkeyPat
     search = around(program, relaxed, np.asarray(brute_force(program).choices))
     asked = 0
 
-    def nothing(region: list[int], deadline: float) -> None:
+    def nothing(region: list[int]) -> None:
         nonlocal asked
         asked += 1
 

@@ -133,11 +133,13 @@ class Constrained:
 
     def look_around(self) -> None:
         """Improve the best plan, where there is one, a region at a time, for as long as that is worth its time."""
+        since, known = time.monotonic(), self.search.best
+        if known is None:
+            return
         if self.neighbourhood is None:
             self.neighbourhood = Neighbourhood(self)
-        since, known = time.monotonic(), self.search.best
         self.neighbourhood.run()
-        if self.search.best is not known and self.search.best is not None:
+        if self.search.best is not None and self.search.best is not known:
             self.remember(self.search.best)
         self.search.add_seconds("neighbourhood", since)
 

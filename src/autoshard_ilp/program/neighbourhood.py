@@ -20,7 +20,6 @@ from autoshard_ilp.program import reduce
 from autoshard_ilp.program.memory import Row, violated_times
 from autoshard_ilp.program.milp import Milp
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Held, Net, bytes_in_rows
-from autoshard_ilp.program.presolve import Presolve
 
 if TYPE_CHECKING:
     from autoshard_ilp.program.constrained import Constrained
@@ -71,14 +70,12 @@ class Neighbourhood:
             KeyboardInterrupt: as the solver was told.
         """
         search = self.search
-        if search.best is None:
-            return
         self._add_rows(self.owner.rows)
         left = search.deadline - time.monotonic()
         window = min(max(RECENT * left, LEAST_RECENT), MOST_RECENT)
         recent = deque([(time.monotonic(), search.upper)])
         while not self.owner.stop():
-            self._improve(self._region(), search.deadline)
+            self._improve(self._region())
             now = time.monotonic()
             recent.append((now, search.upper))
             while len(recent) > LEAST_REGIONS + 1 and recent[1][0] < now - window:
@@ -134,17 +131,17 @@ class Neighbourhood:
         edges = self.program.edges
         return [edges[e].u + edges[e].v - v for e in self.edges[v]]
 
-    def _improve(self, region: list[int], deadline: float) -> None:
+    def _improve(self, region: list[int]) -> None:
         """The best plan that differs from the best known in a region only."""
         began, search = time.monotonic(), self.search
         assert search.best is not None
         solved = True
-        while time.monotonic() < deadline:
+        while time.monotonic() < search.deadline:
             try:
                 net = self._net(region, search.best)
                 known = net.value(search.best)
-                Presolve(net, max_cells=CELLS, deadline=deadline, capacity=self.owner.capacity).run()
-                plan, solved = self._solve(net, known, search.best, deadline)
+                search.presolve(net, 3, CELLS, self.owner.capacity)
+                plan, solved = self._solve(net, known, search.best)
             except EmptyNodeError:  # rounding: nothing is as good as what is known
                 plan = None
             if plan is None or not self.program.cost(plan) < search.upper - LEAST_GAIN * abs(search.upper):
@@ -205,14 +202,14 @@ class Neighbourhood:
                 held += edges[e][:, row][:, edge.v_labels] if e in edges else 0
         return cost, held
 
-    def _solve(self, net: Net, known: float, plan: np.ndarray, deadline: float) -> tuple[np.ndarray | None, bool]:
+    def _solve(self, net: Net, known: float, plan: np.ndarray) -> tuple[np.ndarray | None, bool]:
         """The best plan of a net, with the choices of ``plan`` elsewhere; and whether it was solved."""
         reduce.compress_all(net)
         if not net.live:
             return (None if (net.base > self.owner.capacity).any() else net.complete(plan)), True
         if net.size()["cells"] > MOST_CELLS:
             return None, False
-        until = min(deadline, time.monotonic() + SECONDS)
+        until = min(self.search.deadline, time.monotonic() + SECONDS)
         found = Milp(net, self.owner.capacity, known).solve(until, self.search.options.seed, 0.0)
         if found.interrupted:
             raise KeyboardInterrupt
