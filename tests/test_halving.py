@@ -239,10 +239,24 @@ def test_a_proof_gets_a_part_of_the_time_as_long_as_memory_does_not_bind() -> No
     assert [(a[0], a[2]) for a in solver.asked] == [("tied", 40.0), ("fine", 90.0)]
 
 
+@pytest.mark.parametrize(("takes", "asked"), [(6.0, ["fine"]), (7.0, ["tied", "fine"])])
+def test_the_larger_program_is_looked_at_first_where_there_is_time(takes: float, asked: list[str]) -> None:
+    """A fifth of the time is 20 seconds, which has to be three times what making it takes."""
+    solver = _Solver(answers(2.0) if len(asked) == 1 else answers(LARGE, 2.0))
+
+    def slowly(halved: bool) -> Any:
+        solver.now += takes
+        return make(halved)
+
+    solve_halved(slowly, solver, 100.0, lambda: solver.now, binds=LIKELY)
+    assert solver.names() == asked
+
+
 def test_where_memory_binds_another_part_of_it() -> None:
     solver = _Solver(answers(LARGE, 2.0), takes=20.0)
     solve_halved(make, solver, 100.0, lambda: solver.now, bound_part=0.25)
-    assert [(a[0], a[2]) for a in solver.asked] == [("tied", 100.0), ("fine", 20.0)]
+    assert [(a[0], a[2]) for a in solver.asked] == [("tied", 100.0), ("fine", 40.0)], "if plans get better, half of it"
+    assert solver.asked[1][3]["steady_seconds"] == 20.0 and solver.asked[1][3]["plan_seconds"] == pytest.approx(12.0)
 
 
 def test_a_bound_of_the_smaller_program_is_none_of_the_larger_one() -> None:
@@ -264,7 +278,7 @@ def test_that_part_is_no_less_than_twice_what_the_program_took_without_a_budget(
         first = solution(2.0, "feasible", large=True, took=took)
         solver = _Solver([first, solution(2.0)], takes=20.0)
         solve_halved(make, solver, 100.0, lambda s=solver: s.now, bound_part=0.25)
-        assert solver.asked[1][2] == wanted
+        assert solver.asked[1][3].get("steady_seconds", solver.asked[1][2]) == wanted
 
 
 def test_what_was_left_without_proof_goes_on_from_there() -> None:
@@ -287,9 +301,10 @@ def test_also_of_a_program_that_cannot_be_halved() -> None:
     one, first = problem("tied", [0, 1, 2]), solution(2.0, "feasible", 1.9, large=True)
     solver = _Solver([first, solution(1.95)], takes=20.0)
     _, found, notes = solve_halved(lambda halved: one, solver, 100.0, lambda: solver.now, bound_part=0.25)
-    known = {"relaxed": [7, 8], "without_memory": 1.9, "proved": 1.9}
-    assert solver.asked == [("tied", None, 100.0, {"rows": False}), ("tied", [7, 9], 20.0, known)]
+    known = {"relaxed": [7, 8], "without_memory": 1.9, "proved": 1.9, "steady_seconds": 20.0}
+    assert solver.asked == [("tied", None, 100.0, {"rows": False}), ("tied", [7, 9], 40.0, known)]
     assert found.objective == 1.95 and found.report["without_memory"] == 1.9 and not notes
+    assert found.report["free_seconds"] == first.seconds
     solver = _Solver([solution(2.0)])  # it does not bind
     solve_halved(lambda halved: one, solver, 100.0, lambda: solver.now, bound_part=0.25)
     assert len(solver.asked) == 1

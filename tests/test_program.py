@@ -370,6 +370,22 @@ def test_a_search_without_a_plan_ends_when_one_should_be_known() -> None:
     assert search.finish(False).seconds == pytest.approx(time.monotonic() - 1100.0, abs=5.0)
 
 
+def test_a_search_goes_on_while_its_plans_get_better_by_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = random_program(0, 6, "clique", "plain", 0.0, True)
+    now, plan = 0.0, np.zeros(len(program.nodes), int)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    costs = iter([100.0, 99.8, 99.6, 99.4, 50.0])
+    monkeypatch.setattr(type(program), "cost", lambda self, choices: next(costs))
+    search = Search(program, OPTIONS, 0.0, None, steady_seconds=10.0)
+    limit = OPTIONS.time_limit
+    assert search.deadline == 10.0 and search.last_deadline == limit > 20.0
+    deadlines = []
+    for now in (6.0, 9.0, 9.5, 12.0, 0.9 * limit):  # noqa: B007  the clock reads it
+        assert search.offer(plan)
+        deadlines.append(search.deadline)
+    assert deadlines == [10.0, 10.0, 10.0, 15.0, limit], "less than half a percent is not much"
+
+
 @given(st.integers(0, 10**6))
 @settings(deadline=None, max_examples=200, derandomize=True)
 def test_a_node_is_eliminated_where_the_cheapest_choice_is_that_of_least_bytes(seed: int) -> None:

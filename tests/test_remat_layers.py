@@ -184,6 +184,32 @@ def test_what_is_taken_up_again_has_a_part_of_the_time(any_plan: Plan) -> None:
     assert given == [("never", 72.0), ("selective", 6.0), ("full", 6.0), ("never", 6.0)]
 
 
+def test_a_policy_is_not_tried_for_less_than_shows_something(any_plan: Plan) -> None:
+    """What a plan that fits took without a budget says how long a policy takes to show anything."""
+    assert any_plan.trail is not None
+    known = any_plan.trail.solution
+    for free_seconds, wanted in ((3.0, ["selective", "full"]), (4.5, ["selective"]), (6.0, [])):
+        report = {**known.report, "free_seconds": free_seconds}
+        unproved = replace(known, status="feasible", lower_bound=0.1 * known.objective, report=report)
+        now, given = 0.0, list[tuple[str, float]]()
+
+        def tried(policy: str, seconds: float, *_: float, solution: Any = unproved, given: Any = given) -> Plan:
+            nonlocal now
+            given.append((policy, seconds))
+            now += seconds
+            assert any_plan.trail is not None
+            return replace(any_plan, remat_policy=policy, trail=replace(any_plan.trail, solution=solution))
+
+        found = search(POLICIES, tried, lambda failed: 16, 100.0, lambda: now, dear=lambda plan: 0.5)  # noqa: B023
+        assert [policy for policy, _ in given] == ["never", *wanted, "never"]
+        assert sum(seconds for _, seconds in given) == pytest.approx(100.0)
+        assert all(seconds >= 2 * free_seconds for policy, seconds in given if policy != "never")
+        assert found.plan is not None
+        untried = [policy for policy in ("selective", "full") if policy not in wanted]
+        assert ("not tried" in found.plan.notes[-1]) == bool(untried), found.plan.notes
+        assert all(policy in found.plan.notes[-1] for policy in untried)
+
+
 def test_policies_left_as_too_dear_are_taken_up_where_they_may_be_faster(any_plan: Plan) -> None:
     """The best is solved to the end; of the others only those whose bound leaves room are asked again."""
     asked: list[tuple[str, float, float]] = []

@@ -39,6 +39,9 @@ QUICK_SECONDS = 10.0
 LONG_GAIN = 0.01
 """Share of the step that fewer blocks may have to save where one plan takes long."""
 
+LITTLE = 0.1
+"""Of the time that the plan of all blocks took: in less, another number of them shows nothing."""
+
 GAIN = 1e-3
 """Relative gain from which a plan with other recomputation is taken instead of a good one: what saves less is not worth
 the proof that it does not."""
@@ -124,7 +127,7 @@ class FewerBlocks:
         self.binds = isinstance(every, Plan) and means.dear(every) > 0
         self.eighth = max(1, n_blocks // 8)
         self.least = {n_blocks: self._without_budget(every)}  # seconds; -inf where not known
-        self.long = False  # one plan takes long
+        self.took, self.long = 0.0, False  # seconds of the plan of all blocks, and whether one plan takes long
         self.slower = False  # a number of blocks fits, or may, but is no faster
         self.impossible = 0  # the largest number known not to fit
         if isinstance(none, Plan):
@@ -139,10 +142,12 @@ class FewerBlocks:
 
     def run(self, took: float) -> None:
         """Search; ``took`` are the seconds of the plan that recomputes all blocks."""
-        self.long, saves_little = took > QUICK_SECONDS, None
+        self.took, self.long, saves_little = took, took > QUICK_SECONDS, None
         if isinstance(self.every, Plan):
             saves_little = self._narrow()
-        elif self.means.clock() + took < self.deadline:  # neither end is the better one; others take as long
+        else:  # neither end is the better one
+            if self.means.clock() + 2 * took >= self.deadline:
+                return  # a guess takes as long, and so does its plan
             guess = self._guess()
             if guess is not None:
                 self._attempt(guess)
@@ -151,6 +156,10 @@ class FewerBlocks:
         if self.best is not self.none and isinstance(self.every, Plan):
             fit = f"{self.high} of {self.n_blocks} blocks fit"
             self.found.add_note(f"Recomputation ({self.best.remat_policy}): {fit}, {self._searched(saves_little)}.")
+
+    def _in_time(self) -> bool:
+        """Whether enough time is left for another number of blocks to show anything."""
+        return self.means.clock() + LITTLE * self.took < self.deadline
 
     def _searched(self, saves_little: tuple[int, float] | None) -> str:
         """What is known of fewer blocks."""
@@ -167,7 +176,7 @@ class FewerBlocks:
         """Raise ``low`` and lower ``high``. A number of blocks that is not worth a long try, and what it may save."""
         fine = self.eighth if self.binds else 1
         steps = self._down() if self.binds else self._around_guess()
-        while self.high - self.low > fine and self.means.clock() < self.deadline:
+        while self.high - self.low > fine and self._in_time():
             middle = next(steps)
             part = self.recomputed_s * (self.high - middle) / (self.n_blocks * self.best.cost.total_s)
             if self.long and part < LONG_GAIN:
@@ -228,7 +237,7 @@ class FewerBlocks:
         Below one that is no faster, others may be: what they recompute less may be more than what they pay for room.
         Where one plan takes long, that is left alone.
         """
-        while self.means.clock() < self.deadline:
+        while self._in_time():
             least = dict(self.least)
             least.setdefault(self.impossible, self._line(self.impossible))
             inside = sorted(k for k in least if k >= (self.low if self.long else self.impossible))

@@ -23,7 +23,10 @@ from autoshard_ilp.costs.fold import LEAST_HALVED
 HALVED = "Memory binds: each half of the repeated layers decides for itself."
 
 LOOK_SHARE = 0.2
-"""Of the time limit: what it may take to see that memory binds in the larger program, where that is expected."""
+"""Of the time limit: what it may take to see that memory binds in the larger program, where that is expected ..."""
+
+LOOK_TIMES = 3.0
+"""... where that is at least so many times what making it took: less shows nothing."""
 
 WIDE_CELLS = 3_000_000
 """Table cells of a program with one decision per repeated layer: of two mesh axes less, of three more."""
@@ -38,7 +41,7 @@ BOUND_TIMES = 2.0
 """... nor than so many times what the program took without a budget ..."""
 
 BOUND_SHARE = 0.5
-"""... as long as that is no larger share of what is left."""
+"""... as long as that is no larger share of what is left; as long a part may get while plans go on getting better."""
 
 
 class Binds(Enum):
@@ -70,6 +73,7 @@ class Left:
         choices: of the best plan found, if any.
         relaxed: of the best plan without a budget, nearly.
         lower_bound, without_memory: seconds, with and without a budget.
+        free_seconds: what solving it without a budget took.
     """
 
     halved: bool
@@ -77,6 +81,7 @@ class Left:
     relaxed: np.ndarray
     lower_bound: float
     without_memory: float
+    free_seconds: float
 
     @staticmethod
     def of(halved: bool, solution: Any) -> Left | None:
@@ -85,7 +90,8 @@ class Left:
         relaxed = report.get("relaxed")
         if solution.status != "feasible" or relaxed is None:
             return None
-        return Left(halved, solution.choices, relaxed, _bound(solution), report["without_memory"])
+        known = report["without_memory"], report["free_seconds"]
+        return Left(halved, solution.choices, relaxed, _bound(solution), *known)
 
 
 def _bound(solution: Any) -> float:
@@ -123,8 +129,8 @@ def solve_halved(
         time_limit: seconds for everything.
         clock: seconds that only grow.
         cutoff: objective, in seconds, that ``solve`` only wants a better plan for.
-        binds: where memory is likely to bind, the larger program is looked at first; where it surely does, it is solved
-            at once.
+        binds: where memory is likely to bind, the larger program is looked at first, if there is time; where it surely
+            does, it is solved at once.
         free_part: of the time left, what the proof may take as long as memory does not bind.
         bound_part: of the time left then, what it may take where memory binds (a little time is not divided so much).
         left_before: where an earlier call for the same step ended; it goes on from there.
@@ -137,9 +143,11 @@ def solve_halved(
     def left() -> float:
         return max(0.0, time_limit - (clock() - began))
 
-    def part(first: Any) -> float:
+    def part(first: Any) -> dict[str, float]:
         least = max(BOUND_SECONDS, BOUND_TIMES * first.seconds)
-        return max(bound_part * left(), min(least, BOUND_SHARE * left()))
+        steady = max(bound_part * left(), min(least, BOUND_SHARE * left()))
+        longer = max(steady, BOUND_SHARE * left())
+        return {"seconds": longer, **({"steady_seconds": steady} if longer > steady else {})}
 
     def over(found: Any) -> bool:
         known = found.status in ("infeasible", "optimal") or found.lower_bound >= cutoff
@@ -151,12 +159,16 @@ def solve_halved(
         found = _with_memory(same, solve, left_before, left())
         return same, found, (HALVED,) if left_before.halved else ()
     for halved in (False,) if binds is Binds.PERHAPS else (True, False):
+        since = clock()
         one = make(halved)
+        made_seconds, look_seconds = clock() - since, LOOK_SHARE * time_limit
         if not splittable(one):
             return one, _alone(one, solve, left, over, part if bound_part < 1 else None), ()
         if binds is Binds.SURELY:
             return one, solve(one, None, left(), relaxed=cheapest(one.program)), (HALVED,)
-        first = solve(one, None, LOOK_SHARE * time_limit if halved else free_part * left(), rows=False)
+        if halved and look_seconds < LOOK_TIMES * made_seconds:
+            continue
+        first = solve(one, None, look_seconds if halved else free_part * left(), rows=False)
         relaxed = first.report.pop("relaxed", None)
         if relaxed is not None or over(first):
             break
@@ -165,17 +177,22 @@ def solve_halved(
     fine = one if one.table.halved else make(True)
     start = None if first.choices is None else start_of(one.table, fine.table, first.choices)
     seconds = part(first)
+    soon = PLAN_SHARE * min(seconds.values())
     proved = _bound(first) if one.table.halved else -math.inf  # the larger program may be cheaper
-    known = Left(True, start, start_of(one.table, fine.table, relaxed), proved, _bound(first))
-    second = _with_memory(fine, solve, known, seconds, plan_seconds=PLAN_SHARE * seconds)
+    known = Left(True, start, start_of(one.table, fine.table, relaxed), proved, _bound(first), first.seconds)
+    second = _with_memory(fine, solve, known, plan_seconds=soon, **seconds)
     if second.choices is None and not over(second) and not one.table.halved:
-        known = Left(False, first.choices, relaxed, _bound(second), _bound(first))
-        return one, _with_memory(one, solve, known, part(first)), ()
+        known = Left(False, first.choices, relaxed, _bound(second), _bound(first), first.seconds)
+        return one, _with_memory(one, solve, known, **part(first)), ()
     return fine, second, (HALVED,)
 
 
 def _alone(
-    one: P, solve: Solve[P], left: Callable[[], float], over: Callable[[Any], bool], part: Callable[[Any], float] | None
+    one: P,
+    solve: Solve[P],
+    left: Callable[[], float],
+    over: Callable[[Any], bool],
+    part: Callable[[Any], dict[str, float]] | None,
 ) -> Any:
     """Solves the one program there is; where memory binds, within a ``part`` of the time left then, in seconds."""
     if part is None or one.program.capacity is None:
@@ -184,15 +201,15 @@ def _alone(
     relaxed = first.report.pop("relaxed", None)
     if relaxed is None or over(first):
         return first
-    known = Left(False, first.choices, relaxed, _bound(first), _bound(first))
-    return _with_memory(one, solve, known, part(first))
+    known = Left(False, first.choices, relaxed, _bound(first), _bound(first), first.seconds)
+    return _with_memory(one, solve, known, **part(first))
 
 
 def _with_memory(problem: P, solve: Solve[P], known: Left, seconds: float, **more: Any) -> Any:
     """Solves where memory binds, from what is known."""
     of_relaxed = {"relaxed": known.relaxed, "without_memory": known.without_memory}
     found = solve(problem, known.choices, seconds, proved=known.lower_bound, **of_relaxed, **more)
-    found.report.update(of_relaxed)
+    found.report.update(of_relaxed, free_seconds=known.free_seconds)
     return found
 
 

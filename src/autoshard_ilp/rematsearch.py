@@ -45,6 +45,12 @@ NEVER_PART = 0.8
 DEAR_SHARE = 0.05
 """Where the budget adds more than this share of the step, recomputation may be cheaper than layouts that hold less."""
 
+FREE_TIMES = 2.0
+"""So many times what a plan that fits took without a budget is the least time for a policy instead of it ..."""
+
+FREE_SHARE = 0.5
+"""... which is not tried where that is more than this share of the time left and the plan is not proved."""
+
 LEAST_PART = 0.25
 """Of the time limit: what every policy may take at least."""
 
@@ -76,6 +82,11 @@ def memory_share(plan: Plan) -> float:
     if not math.isfinite(bound) or solution.objective <= 0:
         return 0.0
     return max(0.0, 1.0 - bound / solution.objective)
+
+
+def free_seconds(plan: Plan) -> float:
+    """Seconds that solving a plan's program without a budget took; 0 where memory does not bind."""
+    return 0.0 if plan.trail is None else float(plan.trail.solution.report.get("free_seconds", 0.0))
 
 
 def search(
@@ -195,13 +206,18 @@ def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_b
         return found.plan
 
     first = best()
-    unproved = [_Open.of(first)]
+    unproved, untried = [_Open.of(first)], list[str]()
+    least = FREE_TIMES * free_seconds(first)
     for number, policy in enumerate(policies):
         began = clock()
         if began >= deadline:
             break
         last = number == len(policies) - 1
-        seconds = (deadline - began) / (len(policies) - number + (unproved[0] is not None))
+        again = unproved[0] is not None
+        if least > (FREE_SHARE if again else 1.0) * (deadline - began):
+            untried.append(policy)
+            continue
+        seconds = max(least, (deadline - began) / (len(policies) - number + again))
         answer = tried(policy, seconds, worth(best()), 1.0 if last else DEAR_SHARE)
         unproved.append(_Open.of(answer))
         if isinstance(answer, Plan):
@@ -217,11 +233,11 @@ def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_b
         answer = tried(one.policy, deadline - clock(), math.inf if own else worth(best()), 1.0)
         if isinstance(answer, Plan) and answer.cost.total_s <= best().cost.total_s:
             found.plan = answer
-    _explain(found, first, dear)
+    _explain(found, first, dear, untried)
 
 
-def _explain(found: Found, first: Plan, dear: Callable[[Plan], float]) -> None:
-    """Says why the best plan recomputes although ``first`` does not, or why not."""
+def _explain(found: Found, first: Plan, dear: Callable[[Plan], float], untried: Sequence[str]) -> None:
+    """Says why the best plan recomputes although ``first`` does not, or why not, and what there was no time for."""
     best = found.plan
     assert best is not None
     if best.remat_policy == first.remat_policy:
@@ -233,6 +249,8 @@ def _explain(found: Found, first: Plan, dear: Callable[[Plan], float]) -> None:
         )
     else:
         note = f"Recomputation ({best.remat_policy}) although a plan without any fits: none of those is faster."
+    if untried:
+        note = f"{note[:-1]} (not tried, for lack of time: {', '.join(untried)})."
     found.add_note(note)
 
 

@@ -71,7 +71,7 @@ class Neighbourhood:
         """
         search = self.search
         self._add_rows(self.owner.rows)
-        left = search.deadline - time.monotonic()
+        left = search.last_deadline - time.monotonic()
         window = min(max(RECENT * left, LEAST_RECENT), MOST_RECENT)
         recent = deque([(time.monotonic(), search.upper)])
         while not self.owner.stop():

@@ -17,6 +17,8 @@ from autoshard_ilp.program.presolve import Presolve
 
 PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below this
 ROUGHLY = 0.1  # relative gap, to a plan or a cutoff, that is as good as needed where memory is too dear
+BETTER = 5e-3  # relative: a plan that is better by this is a step ..
+STEP_SHARE = 0.25  # .. and the next one may take so much of the time that the last one was found in
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Search:
     on_progress: Callable[[dict], None] | None
     cutoff: float = math.inf  # seconds: only cheaper plans are wanted
     plan_seconds: float = math.inf  # for any plan
+    steady_seconds: float = math.inf  # after which it ends unless plans are getting better
     dear: float = 1.0  # share of the objective: enough is known once memory is proved to add more than this
     without_memory: float = -math.inf  # seconds: a bound of the optimum without memory
     proved: float = -math.inf  # seconds: a lower bound, memory included, from before
@@ -37,6 +40,7 @@ class Search:
     upper: float = field(init=False)  # of the best plan, or the cutoff
     lower: float = -math.inf
     loaded: float = field(default_factory=loaded_seconds)  # when the search began
+    step: tuple[float, float] = (math.inf, 0.0)  # the last plan that was better by much: its cost, when it was found
     report: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -52,8 +56,14 @@ class Search:
 
         Compiling puts it off: ask again after what may have compiled.
         """
-        limit = self.options.time_limit
-        return self._start + (min(limit, self.plan_seconds) if self.best is None else limit)
+        if self.best is None:
+            return self._start + min(self.options.time_limit, self.plan_seconds, self.steady_seconds)
+        return min(self.last_deadline, self._start + max(self.steady_seconds, (1 + STEP_SHARE) * self.step[1]))
+
+    @property
+    def last_deadline(self) -> float:
+        """The deadline if plans go on getting better."""
+        return self._start + self.options.time_limit
 
     @property
     def seconds(self) -> float:
@@ -85,6 +95,8 @@ class Search:
         if self.program.capacity is not None and self.program.peak(choices) > self.program.capacity:
             return False
         self.best, self.upper = np.array(choices, np.int64), cost
+        if cost <= (1 - BETTER) * self.step[0]:
+            self.step = cost, self.seconds
         return True
 
     def prove(self, bound: float) -> None:

@@ -68,6 +68,7 @@ def solve(
     rows: bool = True,
     relaxed: np.ndarray | None = None,
     plan_seconds: float = math.inf,
+    steady_seconds: float = math.inf,
     cutoff: float = math.inf,
     dear: float = 1.0,
     without_memory: float = -math.inf,
@@ -84,6 +85,7 @@ def solve(
             without a capacity, or close to it, and does not fit.
         relaxed: such an assignment, where it is known, or any other that shows at which moments memory binds.
         plan_seconds: seconds after which the search ends unless a plan is known.
+        steady_seconds: seconds after which the search ends unless the plan known is getting better by much.
         cutoff: seconds; only a cheaper assignment is wanted. Where none is, the answer has ``choices=None`` and a bound
             of ``cutoff``.
         dear: share of the objective; once memory is proved to add more than this to the optimum without it, the search
@@ -101,8 +103,9 @@ def solve(
         InputShapeError: malformed arrays.
     """
     check(program, hint)
-    search = Search(program, options, time.monotonic(), on_progress, cutoff, plan_seconds, dear, without_memory, proved)
-    search.solver = solve
+    parts = {"plan_seconds": plan_seconds, "steady_seconds": steady_seconds, "dear": dear}
+    known = {"cutoff": cutoff, "without_memory": without_memory, "proved": proved}
+    search = Search(program, options, time.monotonic(), on_progress, solver=solve, **parts, **known)
     if hint is not None:
         search.offer(np.asarray(hint, np.int64))
     infeasible = False
