@@ -41,7 +41,7 @@ BOUND_TIMES = 2.0
 """... nor than so many times what the program took without a budget ..."""
 
 BOUND_SHARE = 0.5
-"""... as long as that is no larger share of what is left; as long a part may get while plans go on getting better."""
+"""... as long as that is no larger share of what is left; so long a part may get while plans go on getting better."""
 
 
 class Binds(Enum):
@@ -144,6 +144,8 @@ def solve_halved(
         return max(0.0, time_limit - (clock() - began))
 
     def part(first: Any) -> dict[str, float]:
+        if BOUND_TIMES * first.seconds > BOUND_SHARE * left():
+            return {"seconds": left()}  # nor would the rest be enough for anything else
         least = max(BOUND_SECONDS, BOUND_TIMES * first.seconds)
         steady = max(bound_part * left(), min(least, BOUND_SHARE * left()))
         longer = max(steady, BOUND_SHARE * left())
