@@ -279,6 +279,9 @@ def test_that_part_is_no_less_than_twice_what_the_program_took_without_a_budget(
         solver = _Solver([first, solution(2.0)], takes=20.0)
         solve_halved(make, solver, 100.0, lambda s=solver: s.now, bound_part=0.25)
         assert solver.asked[1][3].get("steady_seconds", solver.asked[1][2]) == wanted
+        assert ("plan_seconds" in solver.asked[1][3]) == (took < 20.0), (
+            "for another program, which there is no time for"
+        )
 
 
 def test_what_was_left_without_proof_goes_on_from_there() -> None:

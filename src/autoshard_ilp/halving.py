@@ -143,9 +143,13 @@ def solve_halved(
     def left() -> float:
         return max(0.0, time_limit - (clock() - began))
 
+    def short(first: Any) -> bool:
+        """Whether half of the time left would show little, so that there is none for anything else."""
+        return bool(BOUND_TIMES * first.seconds > BOUND_SHARE * left())
+
     def part(first: Any) -> dict[str, float]:
-        if BOUND_TIMES * first.seconds > BOUND_SHARE * left():
-            return {"seconds": left()}  # nor would the rest be enough for anything else
+        if short(first):
+            return {"seconds": left()}
         least = max(BOUND_SECONDS, BOUND_TIMES * first.seconds)
         steady = max(bound_part * left(), min(least, BOUND_SHARE * left()))
         longer = max(steady, BOUND_SHARE * left())
@@ -178,11 +182,12 @@ def solve_halved(
         return one, first, ()
     fine = one if one.table.halved else make(True)
     start = None if first.choices is None else start_of(one.table, fine.table, first.choices)
-    seconds = part(first)
-    soon = PLAN_SHARE * min(seconds.values())
+    parts = part(first)
+    if not short(first):
+        parts["plan_seconds"] = PLAN_SHARE * min(parts.values())
     proved = _bound(first) if one.table.halved else -math.inf  # the larger program may be cheaper
     known = Left(True, start, start_of(one.table, fine.table, relaxed), proved, _bound(first), first.seconds)
-    second = _with_memory(fine, solve, known, plan_seconds=soon, **seconds)
+    second = _with_memory(fine, solve, known, **parts)
     if second.choices is None and not over(second) and not one.table.halved:
         known = Left(False, first.choices, relaxed, _bound(second), _bound(first), first.seconds)
         return one, _with_memory(one, solve, known, **part(first)), ()

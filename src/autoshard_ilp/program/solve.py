@@ -103,8 +103,8 @@ def solve(
         InputShapeError: malformed arrays.
     """
     check(program, hint)
-    parts = {"plan_seconds": plan_seconds, "steady_seconds": steady_seconds, "dear": dear}
-    known = {"cutoff": cutoff, "without_memory": without_memory, "proved": proved}
+    parts: dict[str, Any] = {"plan_seconds": plan_seconds, "steady_seconds": steady_seconds, "dear": dear}
+    known: dict[str, Any] = {"cutoff": cutoff, "without_memory": without_memory, "proved": proved}
     search = Search(program, options, time.monotonic(), on_progress, solver=solve, **parts, **known)
     if hint is not None:
         search.offer(np.asarray(hint, np.int64))
