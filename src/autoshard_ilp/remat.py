@@ -13,6 +13,10 @@ Two policies (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016
                scores and elementwise chains are recomputed (Korthikanti et al., "Reducing Activation Recomputation in
                Large Transformer Models", 2022).
 
+Neither recomputes what the forward pass computes with its last such product or after it: the backward pass begins with
+that, so it would be dropped and made again at once (of the logits, XLA:GPU would hold both: the loss and its gradient
+become one kernel, which reads the one and the other).
+
 The narrow places cut the forward pass into *blocks* (half a transformer layer each, say), and each block has its own
 policy: ``"full:6"`` recomputes the first six and keeps the others, with ``"full:6+selective"`` selectively.
 The first blocks are the ones to recompute: the activations of an earlier block are alive for longer, from before those
@@ -121,15 +125,20 @@ def _saved(graph: Graph, policy: Policy) -> set[int]:
     """Forward tensors that are kept for the backward pass."""
     width = _Width(graph)
     saved = width.narrow_tensors()
+    tail = max((op.id for op in graph.ops if _is_forward(op) and _is_dear(op)), default=len(graph.ops))
     for op in graph.ops:
         if not _is_forward(op):
             continue
         chosen = policy.of(width.block(op))
-        product = op.primitive == "dot_general" and not op.params["dimension_numbers"][1][0]
-        dear = product or op.primitive == "conv_general_dilated"
-        if chosen == "never" or (chosen == "selective" and dear):
+        if chosen == "never" or (chosen == "selective" and _is_dear(op)) or op.id >= tail:
             saved.update(op.outputs)
     return saved
+
+
+def _is_dear(op: Op) -> bool:
+    """Whether an operation is a convolution, or a matrix product without batch dimensions."""
+    product = op.primitive == "dot_general" and not op.params["dimension_numbers"][1][0]
+    return product or op.primitive == "conv_general_dilated"
 
 
 class _Width:
