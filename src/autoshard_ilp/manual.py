@@ -165,11 +165,11 @@ def run(
         out = bind(*whole, **params)
         partial = out[0] if isinstance(out, (list, tuple)) else out
         partial = jax.lax.optimization_barrier(partial) if kept else partial
-        order = _Order(leading, op.primitive if len(op.out_shapes[0]) >= MANY_DIMS else "")
-        reduced = _reduced(partial, sums, result, axis_names, sizes, slice_shape, order)
-        return (reduced, never_known_before(partial)) if looked_at else reduced
+        order = Computed(leading, op.primitive if len(op.out_shapes[0]) >= MANY_DIMS else "")
+        total = reduced(partial, sums, result, axis_names, sizes, slice_shape, order)
+        return (total, never_known_before(partial)) if looked_at else total
 
-    return _mapped(
+    return mapped(
         one_device, args, op.in_shapes, operands, op.out_shapes[0], result, mesh, axis_names, and_a_scalar=looked_at
     )
 
@@ -242,8 +242,8 @@ def never_known_before(part: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Order:
-    """What is known of the order of dimensions in which a result is computed.
+class Computed:
+    """What is known of the order of dimensions in which a result is computed, if anything is.
 
     Attributes:
         leading: the dimension that its readers move to the front.
@@ -255,14 +255,14 @@ class _Order:
     primitive: str = ""
 
 
-def _reduced(
+def reduced(
     value: Any,
     sums: Sequence[int],
     result: Layout,
     axis_names: Sequence[str],
     sizes: Sequence[int],
     slice_shape: Sequence[int],
-    order: _Order,
+    order: Computed,
 ) -> Any:
     """Partial sums scattered onto the dimensions that the result's layout names, then added up over the other axes."""
     import jax
@@ -286,7 +286,7 @@ def _scattered(
     axis_names: Sequence[str],
     sizes: Sequence[int],
     slice_shape: Sequence[int],
-    order: _Order,
+    order: Computed,
 ) -> Any:
     """Partial sums of all devices along mesh ``axes``, added up and scattered onto ``dim``.
 
@@ -428,7 +428,7 @@ def move(value: Any, before: Layout, after: Layout, mesh: Any, axis_names: Seque
         last, sorted_ = orders(new)
         return _reordered(part, last, sorted_, axis_names, sizes)
 
-    return _mapped(one_device, [value], [shape], [before], shape, after, mesh, axis_names)
+    return mapped(one_device, [value], [shape], [before], shape, after, mesh, axis_names)
 
 
 def repeat(
@@ -458,10 +458,10 @@ def repeat(
     def one_device(part: Any) -> Any:
         return jax.lax.broadcast_in_dim(part, local_shape(shape, result, sizes), tuple(dims))
 
-    return _mapped(one_device, [value], [value.shape], [operand], tuple(shape), result, mesh, axis_names)
+    return mapped(one_device, [value], [value.shape], [operand], tuple(shape), result, mesh, axis_names)
 
 
-def _mapped(
+def mapped(
     function: Callable[..., Any],
     args: Sequence[Any],
     in_shapes: Sequence[tuple[int, ...]],

@@ -17,6 +17,7 @@ from autoshard_ilp.apply.values import Frame, Values
 from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES
 from autoshard_ilp.graph import Op
+from autoshard_ilp.lookup import look_up
 from autoshard_ilp.order import SCATTERED_ONLY
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
 from autoshard_ilp.sharding import Layout, local_bytes, replicated
@@ -168,9 +169,12 @@ class Operations:
     def reduced(self, op: Op, view: OpView, args: list[Any], frame: Frame) -> Any | None:
         """The result of an operation whose partial sums are scattered or left partial; None for any other."""
         plan = self.plan
+        layouts = (plan.operand_layouts(op), plan.decisions.results.get((op.id, 0)))
+        if view.primitive == "gather":
+            with compat.like_equation(op.eqn, plan.stack(op)):
+                return look_up(view, rule_for(view), args, layouts, plan.mesh, plan.axis_names)
         if not manual.runs_partial(view):
             return None
-        layouts = (plan.operand_layouts(op), plan.decisions.results.get((op.id, 0)))
         waited_for = op.id in plan.order.gradients and not self.partial_sums(op)[1]
         with compat.like_equation(op.eqn, plan.stack(op)):
             out = manual.run(

@@ -1,0 +1,94 @@
+"""Look-ups whose partial sums are scattered over some mesh axes and added up over others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from autoshard_ilp.apply import Decisions, planned_function
+from autoshard_ilp.graph import build_graph
+from autoshard_ilp.lookup import look_up
+from autoshard_ilp.rules import rule_for
+
+NAMES, SIZES = ("a", "b"), (2, 4)
+ROWS, COLUMNS, TOKENS = 16, 8, 12
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:8]).reshape(SIZES), NAMES)
+
+
+def graph_of(function: Any, *args: Any) -> tuple[Any, Any]:
+    graph = build_graph(
+        jax.make_jaxpr(function)(*args), argument_paths=[f"x{i}" for i in range(len(args))], result_paths=["y"]
+    )
+    return graph, next(op for op in graph.ops if op.primitive == "gather")
+
+
+def gathered(function: Any, args: tuple[Any, ...], layouts: dict[str, tuple[Any, ...]]) -> tuple[Any, str]:
+    """The planned function's result, and its jaxpr; layouts of "table", "indices" and "result" of its gather."""
+    graph, op = graph_of(function, *args)
+    read = {(op.id, 0): layouts["table"], (op.id, 1): layouts["indices"]}
+    made = {(graph.ops[graph.tensors[t].producer].id, 0): lay for t, lay in zip(op.inputs, read.values(), strict=True)}
+    decisions = Decisions(operands=read, results={**made, (op.id, 0): layouts["result"]})
+    planned = planned_function(graph, decisions, mesh(), NAMES)
+    return jax.jit(planned)(*args)[0], str(jax.make_jaxpr(planned)(*args))
+
+
+TABLES = {
+    "float": np.linspace(1.0, 2.0, ROWS * COLUMNS).astype("float32").reshape(ROWS, COLUMNS),
+    "integer": np.arange(ROWS * COLUMNS, dtype="int32").reshape(ROWS, COLUMNS),
+}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("mode", ["fill", "clip", "wrap"])
+@pytest.mark.parametrize(
+    "result",
+    [(-1, 0), (0, -1), (-1, 1), (0, 1), (1, 0)],
+    ids=["tokens and sum", "sum and tokens", "columns and sum", "both", "the other way round"],
+)
+def test_rows_are_found_wherever_they_are(table: Any, mode: str, result: tuple[int, int]) -> None:
+    tokens = np.array([0, 3, 15, 7, 8, -1, 16, 99, -17, 5, 4, 2])  # some of them out of bounds
+    out, text = gathered(
+        lambda t, i: jnp.take(t, i, axis=0, mode=mode),
+        (table, tokens),
+        {"table": (0, 0), "indices": (-1, -1), "result": result},
+    )
+    np.testing.assert_array_equal(out, jnp.take(table, tokens, axis=0, mode=mode))
+    assert text.count("reduce_scatter") == sum(d >= 0 for d in result), text
+    assert text.count("psum") == sum(d < 0 for d in result)
+
+
+def test_a_fill_value_and_indices_of_few_bits() -> None:
+    table, tokens = TABLES["integer"], np.array([0, 1, 2, 250, 15, 3, 14, 200, 4, 5, 6, 7], "uint8")
+    take = lambda t, i: t.at[i].get(mode="fill", fill_value=-7)  # noqa: E731
+    out, _ = gathered(take, (table, tokens), {"table": (0, 0), "indices": (-1, -1), "result": (-1, 0)})
+    np.testing.assert_array_equal(out, take(jnp.asarray(table), tokens))
+
+
+def test_two_numbers_per_index() -> None:
+    """Single elements, with both dimensions of the table sharded."""
+    table = TABLES["float"]
+    at = np.stack([np.arange(TOKENS) % ROWS, np.arange(TOKENS) % COLUMNS])
+    pick = lambda t, i: t.at[i[0], i[1]].get(mode="clip")  # noqa: E731
+    out, text = gathered(pick, (table, at), {"table": (0, 1), "indices": (-1, -1), "result": (-1, 0)})
+    np.testing.assert_array_equal(out, pick(jnp.asarray(table), at))
+    assert "reduce_scatter" in text
+
+
+@pytest.mark.parametrize(
+    ("table", "result"),
+    [((0, 0), (0, 0)), ((0, 0), (-1, -1)), ((-1, 0), (-1, 0)), ((1, 0), (1, -1))],
+    ids=["one place", "only sums", "one axis", "columns stay"],
+)
+def test_what_the_partitioner_does_as_well_is_left_to_it(table: tuple[int, int], result: tuple[int, int]) -> None:
+    graph, op = graph_of(lambda t, i: jnp.take(t, i, axis=0), TABLES["float"], np.arange(TOKENS))
+    view = graph.view(op)
+    args = (TABLES["float"], np.arange(TOKENS)[:, None])
+    assert look_up(view, rule_for(view), args, ([table, (-1, -1)], result), mesh(), NAMES) is None
