@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -70,6 +71,15 @@ def test_a_fill_value_and_indices_of_few_bits() -> None:
     take = lambda t, i: t.at[i].get(mode="fill", fill_value=-7)  # noqa: E731
     out, _ = gathered(take, (table, tokens), {"table": (0, 0), "indices": (-1, -1), "result": (-1, 0)})
     np.testing.assert_array_equal(out, take(jnp.asarray(table), tokens))
+
+
+def test_large_unsigned_indices_are_left_to_the_partitioner() -> None:
+    graph, op = graph_of(lambda t, i: t.at[i].get(mode="clip"), TABLES["float"], np.arange(TOKENS))
+    layouts = ([(0, 0), (-1, -1)], (-1, 0))
+    args = (TABLES["float"], np.arange(TOKENS)[:, None])
+    for dtype, written_out in (("int32", True), ("uint32", False)):
+        view = replace(graph.view(op), in_dtypes=("float32", dtype))
+        assert (look_up(view, rule_for(view), args, layouts, mesh(), NAMES) is not None) == written_out
 
 
 def test_two_numbers_per_index() -> None:

@@ -19,6 +19,9 @@ from autoshard_ilp.manual import Computed, mapped, reduced, unreduced
 from autoshard_ilp.rules.rule import OpView, Rule
 from autoshard_ilp.sharding import PARTIAL, Layout, divides, local_shape
 
+UNSIGNED = frozenset({"uint32", "uint64"})
+"""Dtypes of indices from which no row can be subtracted, and that another dtype does not hold."""
+
 
 @dataclass(frozen=True)
 class _Position:
@@ -76,6 +79,8 @@ def look_up(
     fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
     if numbers.operand_batching_dims or (fills and not all(position.axes for position in rows)):
         return None
+    if op.in_dtypes[1] in UNSIGNED:
+        return None
     shape = local_shape(op.out_shapes[0], before, sizes)
     of_table = local_shape(op.in_shapes[0], table, sizes)
     windows = tuple(
@@ -105,7 +110,7 @@ def look_up(
             jnp.stack(found, axis=-1),
             numbers,
             windows,
-            indices_are_sorted=bool(op.params["indices_are_sorted"]),
+            indices_are_sorted=len(rows) == 1 and bool(op.params["indices_are_sorted"]),
             mode=jax.lax.GatherScatterMode.CLIP,
         )
         out = jnp.where(jax.lax.broadcast_in_dim(mine, out.shape, batch), out, jnp.zeros((), out.dtype))
