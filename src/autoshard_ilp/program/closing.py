@@ -22,6 +22,7 @@ import numpy as np
 
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.combining import combine
+from autoshard_ilp.program.families import NEAREST
 from autoshard_ilp.program.milp import Milp, MilpResult
 from autoshard_ilp.program.net import EmptyNodeError, Net
 from autoshard_ilp.program.priced import BEFORE_PRESOLVE, CLOSED, TABLE_CELLS, PricedNet
@@ -97,6 +98,8 @@ class Closing(PricedNet):
         if narrow and not (self.fresh or self.search.done()) and self._windows(QUICK_SECONDS):
             return self.fresh
         self._better_plan()
+        if self.wide() and not self.fresh and self._far() and self.owner.may_look(NEAREST):
+            self.owner.within_families(NEAREST)
         if many and not self.fresh and self._poor():
             self.owner.look_around()
         if narrow and not (self.fresh or self.search.done()) and self._windows():
@@ -207,6 +210,10 @@ class Closing(PricedNet):
                 quick = took <= max(QUICK_SECONDS, SAME * quickest)
                 step = QUICK_GROWTH * step if quick else min(2.0 * step, max(first, WIDER * (known - found.relaxed)))
         return owner.stop()
+
+    def _far(self) -> bool:
+        """Whether the best plan is not near the bound yet."""
+        return not self.search.done() and self.gap() > NEAR * abs(self.search.upper)
 
     def _poor(self) -> bool:
         """Whether the best plan is so far from the bound that a better one is looked for first."""

@@ -17,7 +17,7 @@ from autoshard_ilp.program.closing import NEAR, Closing
 from autoshard_ilp.program.compiled import load_windows
 from autoshard_ilp.program.cpsat import CpOptions, CpResult, solve_rows
 from autoshard_ilp.program.dual import Dual
-from autoshard_ilp.program.families import Families
+from autoshard_ilp.program.families import ALL, Families, Pace
 from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weighted_usage
 from autoshard_ilp.program.memory import Owners, Row, violated_times
 from autoshard_ilp.program.neighbourhood import Neighbourhood
@@ -143,17 +143,17 @@ class Constrained:
             self.remember(self.search.best)
         self.search.add_seconds("neighbourhood", since)
 
-    def may_look(self) -> bool:
+    def may_look(self, pace: Pace = ALL) -> bool:
         """Whether plans within families of strategies have not been looked for yet, and there is time for that."""
         if self.families is None:
             self.families = Families(self.search)
-        return self.families.affordable()
+        return self.families.affordable(pace)
 
-    def within_families(self) -> None:
+    def within_families(self, pace: Pace = ALL) -> None:
         """Look for plans within families of strategies; once."""
         assert self.families is not None
         since = time.monotonic()
-        for plan in self.families.look():
+        for plan in self.families.look(pace):
             self.remember(plan)
         self.search.add_seconds("families", since)
 

@@ -37,7 +37,8 @@ ROUNDS = (
 )
 BEFORE_BRANCHING = 2  # rounds
 TRIED = 2e8  # table cells times strategies of a node, beyond which wider elimination is cheaper than trying them ..
-DEAR = 5e7  # .. and beyond which limits are widened first
+DEAR = 5e7  # .. and beyond which limits are widened first ..
+FAR = 0.01  # .. with a better plan than one of so large a relative gap, if one can be had
 BRANCH_SHARE = 0.5  # of the time left, before limits are widened
 SWEEPS = 400  # most sweeps in a round
 CHECK = 10  # sweeps between two plans
@@ -102,6 +103,7 @@ class Descent:
         worth: whether a plan of that many seconds is worth completing and offering.
         rounds: most neighbours and most table cells of an eliminated node, round by round.
         least_sweeps: of a round, before it may end because little changes.
+        better: looks for a plan in other ways, once, and returns the best known cost in seconds.
     """
 
     offer: Callable[[np.ndarray], float]
@@ -111,6 +113,7 @@ class Descent:
     worth: Callable[[float], bool] = lambda seconds: True
     rounds: Sequence[tuple[int, int]] = ROUNDS
     least_sweeps: Callable[[], int] = lambda: 2 * CHECK
+    better: Callable[[], float] | None = None
     branching: StrongBranching | None = field(default=None, init=False)
     widening: Widening | None = field(default=None, init=False)
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -159,6 +162,8 @@ class Descent:
         """Widen limits and branch, what promises more first. The best plan's cost, and whether this is the end."""
         cells = trial_cells(net)
         if cells > DEAR and self.widening is None:
+            if self.better is not None and upper - net.constant > FAR * abs(upper):
+                upper = min(upper, self.better())
             upper = self._widen(net, upper)
         if cells > TRIED:
             return upper, self._over()

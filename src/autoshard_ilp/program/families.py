@@ -1,25 +1,56 @@
 """Plans within families of strategies, which leave a much smaller program each.
 
-Prices decode plans node by node, and where the budget binds, changing a few nodes does not lead from one good plan to
-another. A family (:attr:`autoshard_ilp.program.model.Program.families`) is chosen by what strategies mean.
+Prices decode plans node by node, and where the budget binds, or nodes have many strategies, changing a few nodes does
+not lead from one good plan to another. A family (:attr:`autoshard_ilp.program.model.Program.families`) is chosen by
+what strategies mean.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from autoshard_ilp.program.model import Edge, Program
 from autoshard_ilp.program.search import Search
 
-SHARE = 0.3  # of the time left, for all families ..
-RATE = 6000  # .. of so many strategies a second, all families together; less time rarely leads to a good plan
 LEAST_PART = 0.3  # of a program's strategies: its families have that many together or more
 SAME = 1e-9  # relative difference of the sums of two programs that are the same but for the order of mesh axes
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much time families get.
+
+    Attributes:
+        share: of the time left, for all families.
+        rate: strategies a second; less time rarely leads to a good plan.
+        first: of what is left of that share, for each next family, those most like the best plan known first. 0: all
+            families have their part of it, by their strategies.
+    """
+
+    share: float
+    rate: int
+    first: float = 0.0
+
+    def enough(self, seconds: float, sizes: Sequence[int]) -> bool:
+        """Whether so much time left is enough for families of so many strategies."""
+        most = self.rate * self.share * seconds
+        return bool(sizes) and (sizes[0] <= self.first * most if self.first else sum(sizes) <= most)
+
+
+ALL = Pace(share=0.3, rate=6000)
+"""Under memory rows, where windows take long."""
+
+FREE = Pace(share=0.3, rate=30_000, first=0.5)
+"""Without memory, before limits are widened."""
+
+NEAREST = Pace(share=0.7, rate=3000, first=0.9)
+"""Under memory rows in wide nets, where no other way proves or finds much."""
 
 
 def restricted(program: Program, kept: Sequence[np.ndarray]) -> Program:
@@ -44,56 +75,88 @@ class Families:
 
     Args:
         search: of the whole program; ``search.solver`` solves the small ones.
+        known: the best plan, if any; that of ``search`` unless given.
+        offer: takes every plan found; ``search.offer`` unless given.
+        memory: whether plans are to fit.
     """
 
-    def __init__(self, search: Search) -> None:
-        self.search = search
-        self.whole = sum(len(n.costs) for n in search.program.nodes)
+    def __init__(
+        self,
+        search: Search,
+        known: Callable[[], np.ndarray | None] | None = None,
+        offer: Callable[[np.ndarray], Any] | None = None,
+        *,
+        memory: bool = True,
+    ) -> None:
+        self.search, self.memory = search, memory
+        self.known = known or (lambda: search.best)
+        self.offer = offer or search.offer
+        self.program = search.program if memory else replace(search.program, capacity=None)
+        self.whole = sum(len(n.costs) for n in self.program.nodes)
         self.all: list[Sequence[np.ndarray]] | None = None  # once they were asked for
-        self.sizes: list[int] = []
 
-    def affordable(self) -> bool:
-        """Whether they have not been looked into, and there is time enough for all of them."""
-        most, program = RATE * self._seconds(), self.search.program
-        if program.families is None or self.search.solver is None or LEAST_PART * self.whole > most:
+    def affordable(self, pace: Pace = ALL) -> bool:
+        """Whether they have not been looked into, and there is time enough."""
+        seconds, program = self.search.deadline - time.monotonic(), self.program
+        if program.families is None or self.search.solver is None:
+            return False
+        if not pace.first and not pace.enough(seconds, [int(LEAST_PART * self.whole)]):
             return False
         if self.all is None:
             self.all = list(program.families())
-            self.sizes = [sum(int(kept.sum()) for kept in family) for family in self.all]
-        return bool(self.all) and sum(self.sizes) <= most
+        return pace.enough(seconds, [_size(family) for family in self.sorted()])
 
-    def _seconds(self) -> float:
-        return SHARE * (self.search.deadline - time.monotonic())
+    def sorted(self) -> list[Sequence[np.ndarray]]:
+        """The families that the best plan is most like, by the nodes whose strategies it takes from them, first."""
+        plan, families = self.known(), self.all or []
+        if plan is None:
+            return families
+        return sorted(families, key=lambda family: -sum(bool(kept[s]) for kept, s in zip(family, plan, strict=True)))
 
-    def look(self) -> list[np.ndarray]:
+    def look(self, pace: Pace = ALL, upper: float = math.inf) -> list[np.ndarray]:
         """Offer the best plan of every family.
 
+        Args:
+            pace: how much time they get.
+            upper: seconds; only cheaper plans are wanted, and than the best one that fits where they are to fit.
+
         Returns:
-            the plans found that were better than the best one known.
+            the plans found that were better than those before.
 
         Raises:
             KeyboardInterrupt: as the solver was told; what it had found is offered.
         """
-        search, seconds, total = self.search, self._seconds(), sum(self.sizes)
+        search, now = self.search, time.monotonic()
+        until = now + pace.share * (search.deadline - now)
         plans, seen = list[np.ndarray](), list[np.ndarray]()
-        families, self.all = self.all or [], []
-        for size, kept in zip(self.sizes, families, strict=True):
-            if search.done() or time.monotonic() > search.deadline:
+        families, self.all = self.sorted(), []
+        total = sum(map(_size, families))
+        for kept in families:
+            if search.done() or time.monotonic() > until:
                 break
-            small = restricted(search.program, kept)
+            small = restricted(self.program, kept)
             sums = _sums(small)
+            share, total = _size(kept) / total, total - _size(kept)
             if any(np.allclose(sums, other, rtol=SAME, atol=0.0) for other in seen):
                 continue
             seen.append(sums)
             assert search.solver is not None
-            options = replace(search.options, time_limit=seconds * size / total)
-            found = search.solver(small, options, cutoff=search.upper)
+            seconds = max(share, pace.first) * (until - time.monotonic())
+            options = replace(search.options, time_limit=max(0.0, seconds))
+            cutoff = search.upper if self.memory else upper
+            found = search.solver(small, options, cutoff=cutoff)
             if found.choices is not None:
                 plans.append(np.array([np.flatnonzero(k)[s] for k, s in zip(kept, found.choices, strict=True)]))
-                search.offer(plans[-1])
+                upper = min(upper, found.objective)
+                self.offer(plans[-1])
             if found.report.get("interrupted"):
                 raise KeyboardInterrupt
         return plans
+
+
+def _size(family: Sequence[np.ndarray]) -> int:
+    """Strategies that a family leaves."""
+    return sum(int(kept.sum()) for kept in family)
 
 
 def _sums(program: Program) -> np.ndarray:

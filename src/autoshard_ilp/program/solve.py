@@ -20,6 +20,7 @@ from autoshard_ilp.program.compiled import load_kernels
 from autoshard_ilp.program.constrained import Constrained
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_net
+from autoshard_ilp.program.families import FREE, Families
 from autoshard_ilp.program.large.route import solve_in_turn
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
@@ -183,7 +184,15 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
     def worth(seconds: float) -> bool:  # a dearer plan may fit where the best one does not
         return not state["fits"] or seconds < state["upper"]
 
-    descent = Descent(offer, prove, done, search.deadline, worth)
+    def better() -> float:
+        if families.affordable(FREE):
+            began = time.monotonic()
+            families.look(FREE, state["upper"])
+            search.add_seconds("families", began)
+        return float(state["upper"])
+
+    families = Families(search, lambda: state["best"], offer, memory=False)
+    descent = Descent(offer, prove, done, search.deadline, worth, better=better)
     if program.capacity is not None:
         descent.least_sweeps = lambda: FEW_SWEEPS if state["best"] is not None and state["fits"] else LOOK_SWEEPS
     search.report["descent"] = descent.log
