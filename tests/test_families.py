@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.costs.coarse import coarser
-from autoshard_ilp.program import brute_force, closing, solve
-from autoshard_ilp.program.families import Families, restricted
+from autoshard_ilp.program import brute_force, closing, core, priced, solve
+from autoshard_ilp.program.families import ALL, FREE, NEAREST, Families, restricted
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.search import Search
 from autoshard_ilp.strategies import Strategy
 from program_cases import programs, tight_programs
+from test_strong import frustrated
 
 OPTIONS = SolverOptions(time_limit=30.0)
 
@@ -121,6 +122,80 @@ def test_a_search_whose_windows_take_long_looks_into_families(seconds: float, mo
     np.testing.assert_allclose(found.objective, alone.objective, rtol=1e-6)
     assert ("families" in found.report["seconds"]) == (seconds == 0.0)
     assert "families" not in alone.report["seconds"]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_wide_net_looks_into_families_whose_plans_are_most_like_the_best(
+    wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(priced, "WIDE_CELLS", 0 if wide else math.inf)
+    monkeypatch.setattr(closing, "WINDOW_CELLS", 0)  # no window before
+    monkeypatch.setattr(closing, "NEAR", -1.0)
+    args = [np.ones((64, 64), "float32")] * 3, np.ones((256, 64), "float32")
+    free = autoshard.optimize_fn(deep, args, {"a": 2, "b": 2}, hardware="h100", progress=False)
+    program = dataclasses.replace(free.trail.program, capacity=int(0.6 * free.memory.peak_bytes))
+    found = solve(program, OPTIONS)
+    assert ("families" in found.report["seconds"]) == wide
+    assert found.choices is not None and program.peak(found.choices) <= program.capacity
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_without_memory_families_are_looked_into_where_the_plan_is_far_from_the_bound(
+    far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "DEAR", 0.0)
+    monkeypatch.setattr(core, "FAR", 0.0 if far else 1.0)
+    program = frustrated(0, 6)
+    optimum = solve(program, OPTIONS)
+    best, plan = optimum.objective, optimum.choices
+    assert plan is not None
+    # Of every node all strategies but one: the family that holds the optimum, and one that does not.
+    kept = [np.arange(len(n.costs)) != (s + 1) % len(n.costs) for n, s in zip(program.nodes, plan, strict=True)]
+    other = [np.arange(len(n.costs)) != s for n, s in zip(program.nodes, plan, strict=True)]
+    found = solve(dataclasses.replace(program, families=lambda: [other, kept]), OPTIONS)
+    assert found.status == "optimal" and math.isclose(found.objective, best, rel_tol=1e-8)
+    assert ("families" in found.report["seconds"]) == far
+
+
+def test_without_memory_plans_need_not_fit_and_are_handed_to_who_asked() -> None:
+    for _, program in tight_programs(10, 6, "cycle", 0.5):
+        families = [f for f in halves(program) if all(k.any() for k in f)]
+        program = dataclasses.replace(program, families=lambda families=families: families)
+        search, met = Search(program, OPTIONS, time.monotonic(), None), list[np.ndarray]()
+        search.solver = solve
+        free = Families(search, lambda: None, met.append, memory=False)
+        assert free.affordable(FREE)
+        plans = free.look(FREE)
+        small = [dataclasses.replace(restricted(program, f), capacity=None) for f in families]
+        least = min((brute_force(p).objective for p in small), default=math.inf)
+        assert search.best is None and all(a is b for a, b in zip(plans, met, strict=True))
+        costs = [program.cost(plan) for plan in met]
+        assert costs == sorted(costs, reverse=True), "each is cheaper than those before"
+        np.testing.assert_allclose(min(costs, default=math.inf), least, rtol=1e-8)
+
+
+def test_the_family_that_the_plan_is_most_like_comes_first() -> None:
+    program = frustrated(0, 4)
+    size = len(program.nodes)
+    plan = np.zeros(size, np.int64)
+    none = [np.arange(len(n.costs)) > 0 for n in program.nodes]
+    half = [k if v % 2 else ~k for v, k in enumerate(none)]
+    search = Search(dataclasses.replace(program, families=lambda: [none, half]), OPTIONS, time.monotonic(), None)
+    search.solver = solve
+    for known, first in ((plan, half), (None, none)):
+        families = Families(search, lambda known=known: known)
+        assert families.affordable()
+        assert families.sorted()[0] is first
+
+
+def test_time_is_enough_for_all_families_or_for_the_first() -> None:
+    seconds = 10.0
+    all_of_them = int(ALL.rate * ALL.share * seconds)
+    assert ALL.enough(seconds, [all_of_them // 2] * 2) and not ALL.enough(seconds, [all_of_them // 2] * 3)
+    for pace in (FREE, NEAREST):
+        first = int(pace.rate * pace.share * pace.first * seconds)
+        assert pace.enough(seconds, [first, 10 * first]) and not pace.enough(seconds, [first + 1])
+        assert not pace.enough(seconds, [])
 
 
 def test_families_alike_are_looked_into_once_and_none_where_time_is_short() -> None:
