@@ -185,7 +185,7 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
         return not state["fits"] or seconds < state["upper"]
 
     def better() -> float:
-        if families.affordable(FREE):
+        if state["fits"] and families.affordable(FREE):  # else prices are next, and know better
             began = time.monotonic()
             families.look(FREE, state["upper"])
             search.add_seconds("families", began)
