@@ -18,7 +18,7 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.costs.coarse import coarser
 from autoshard_ilp.program import brute_force, closing, core, priced, solve
 from autoshard_ilp.program.families import ALL, FREE, NEAREST, Families, restricted
-from autoshard_ilp.program.model import Program, Solution, SolverOptions
+from autoshard_ilp.program.model import Lifetimes, Program, Solution, SolverOptions
 from autoshard_ilp.program.search import Search
 from autoshard_ilp.strategies import Strategy
 from program_cases import programs, tight_programs
@@ -157,13 +157,36 @@ def test_without_memory_families_are_looked_into_where_the_plan_is_far_from_the_
     assert ("families" in found.report["seconds"]) == far
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_families_are_left_to_prices_where_the_best_plan_does_not_fit(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "DEAR", 0.0)
+    monkeypatch.setattr(core, "FAR", 0.0)
+    program = frustrated(0, 6)
+    plan = solve(program, OPTIONS).choices
+    assert plan is not None
+    held = [10 * (np.arange(len(n.costs)) == s) for n, s in zip(program.nodes, plan, strict=True)]
+    nodes = tuple(dataclasses.replace(n, bytes=b) for n, b in zip(program.nodes, held, strict=True))
+    size = len(nodes)
+    alive = Lifetimes(np.zeros(size, bool), np.arange(size), np.zeros(size, np.int64), np.ones(size, np.int64))
+    capacity = 10 * size if fits else 20
+    program = dataclasses.replace(program, nodes=nodes, lifetimes=alive, capacity=capacity)
+    every = [np.ones(len(n.costs), bool) for n in nodes]
+    found = solve(dataclasses.replace(program, families=lambda: [every]), OPTIONS, rows=False)
+    assert ("families" in found.report["seconds"]) == fits
+
+
 def test_without_memory_plans_need_not_fit_and_are_handed_to_who_asked() -> None:
     for _, program in tight_programs(10, 6, "cycle", 0.5):
         families = [f for f in halves(program) if all(k.any() for k in f)]
         program = dataclasses.replace(program, families=lambda families=families: families)
         search, met = Search(program, OPTIONS, time.monotonic(), None), list[np.ndarray]()
         search.solver = solve
-        free = Families(search, lambda: None, met.append, memory=False)
+        cost = program.cost
+        free = Families(
+            search, lambda met=met, cost=cost: (None, min(map(cost, met), default=math.inf)), met.append, memory=False
+        )
         assert free.affordable(FREE)
         plans = free.look(FREE)
         small = [dataclasses.replace(restricted(program, f), capacity=None) for f in families]
@@ -183,9 +206,9 @@ def test_the_family_that_the_plan_is_most_like_comes_first() -> None:
     search = Search(dataclasses.replace(program, families=lambda: [none, half]), OPTIONS, time.monotonic(), None)
     search.solver = solve
     for known, first in ((plan, half), (None, none)):
-        families = Families(search, lambda known=known: known)
+        families = Families(search, lambda known=known: (known, math.inf))
         assert families.affordable()
-        assert families.sorted()[0] is first
+        assert families.sorted()[0][1] is first
 
 
 def test_time_is_enough_for_all_families_or_for_the_first() -> None:

@@ -98,7 +98,7 @@ class Closing(PricedNet):
         if narrow and not (self.fresh or self.search.done()) and self._windows(QUICK_SECONDS):
             return self.fresh
         self._better_plan()
-        if self.wide() and not self.fresh and self._far() and self.owner.may_look(NEAREST):
+        if self.wide() and not (self.fresh or self.search.done()) and self._far() and self.owner.may_look(NEAREST):
             self.owner.within_families(NEAREST)
         if many and not self.fresh and self._poor():
             self.owner.look_around()
@@ -146,7 +146,7 @@ class Closing(PricedNet):
         """A plan, where none is known, or a better one, from those met."""
         search, owner = self.search, self.owner
         lacking = self.lacking()
-        if owner.stop() or not (lacking or (not self.fresh and self.gap() > NEAR * abs(search.upper))):
+        if owner.stop() or not (lacking or (not self.fresh and self._far())):
             return
         found: list[int] = []
         if math.isinf(search.upper) and len(owner.log) >= PLAN_ROUND:
@@ -213,7 +213,7 @@ class Closing(PricedNet):
 
     def _far(self) -> bool:
         """Whether the best plan is not near the bound yet."""
-        return not self.search.done() and self.gap() > NEAR * abs(self.search.upper)
+        return self.gap() > NEAR * abs(self.search.upper)
 
     def _poor(self) -> bool:
         """Whether the best plan is so far from the bound that a better one is looked for first."""

@@ -37,7 +37,7 @@ class Pace:
     rate: int
     first: float = 0.0
 
-    def enough(self, seconds: float, sizes: Sequence[int]) -> bool:
+    def enough(self, seconds: float, sizes: Sequence[float]) -> bool:
         """Whether so much time left is enough for families of so many strategies."""
         most = self.rate * self.share * seconds
         return bool(sizes) and (sizes[0] <= self.first * most if self.first else sum(sizes) <= most)
@@ -75,7 +75,8 @@ class Families:
 
     Args:
         search: of the whole program; ``search.solver`` solves the small ones.
-        known: the best plan, if any; that of ``search`` unless given.
+        known: the best plan, if any, and what a better one must cost less than, in seconds; those of ``search`` unless
+            given.
         offer: takes every plan found; ``search.offer`` unless given.
         memory: whether plans are to fit.
     """
@@ -83,42 +84,43 @@ class Families:
     def __init__(
         self,
         search: Search,
-        known: Callable[[], np.ndarray | None] | None = None,
+        known: Callable[[], tuple[np.ndarray | None, float]] | None = None,
         offer: Callable[[np.ndarray], Any] | None = None,
         *,
         memory: bool = True,
     ) -> None:
-        self.search, self.memory = search, memory
-        self.known = known or (lambda: search.best)
+        self.search = search
+        self.known = known or (lambda: (search.best, search.upper))
         self.offer = offer or search.offer
         self.program = search.program if memory else replace(search.program, capacity=None)
         self.whole = sum(len(n.costs) for n in self.program.nodes)
-        self.all: list[Sequence[np.ndarray]] | None = None  # once they were asked for
+        self.all: list[tuple[int, Sequence[np.ndarray]]] | None = (
+            None  # with their strategies, once they were asked for
+        )
 
     def affordable(self, pace: Pace = ALL) -> bool:
         """Whether they have not been looked into, and there is time enough."""
         seconds, program = self.search.deadline - time.monotonic(), self.program
         if program.families is None or self.search.solver is None:
             return False
-        if not pace.first and not pace.enough(seconds, [int(LEAST_PART * self.whole)]):
+        if not pace.first and not pace.enough(seconds, [LEAST_PART * self.whole]):
             return False
         if self.all is None:
-            self.all = list(program.families())
-        return pace.enough(seconds, [_size(family) for family in self.sorted()])
+            self.all = [(sum(int(kept.sum()) for kept in family), family) for family in program.families()]
+        return pace.enough(seconds, [size for size, _ in self.sorted()])
 
-    def sorted(self) -> list[Sequence[np.ndarray]]:
+    def sorted(self) -> list[tuple[int, Sequence[np.ndarray]]]:
         """The families that the best plan is most like, by the nodes whose strategies it takes from them, first."""
-        plan, families = self.known(), self.all or []
+        (plan, _), families = self.known(), self.all or []
         if plan is None:
             return families
-        return sorted(families, key=lambda family: -sum(bool(kept[s]) for kept, s in zip(family, plan, strict=True)))
+        return sorted(families, key=lambda one: -sum(bool(kept[s]) for kept, s in zip(one[1], plan, strict=True)))
 
-    def look(self, pace: Pace = ALL, upper: float = math.inf) -> list[np.ndarray]:
+    def look(self, pace: Pace = ALL) -> list[np.ndarray]:
         """Offer the best plan of every family.
 
         Args:
             pace: how much time they get.
-            upper: seconds; only cheaper plans are wanted, and than the best one that fits where they are to fit.
 
         Returns:
             the plans found that were better than those before.
@@ -130,33 +132,26 @@ class Families:
         until = now + pace.share * (search.deadline - now)
         plans, seen = list[np.ndarray](), list[np.ndarray]()
         families, self.all = self.sorted(), []
-        total = sum(map(_size, families))
-        for kept in families:
+        total = sum(size for size, _ in families)
+        for size, kept in families:
             if search.done() or time.monotonic() > until:
                 break
             small = restricted(self.program, kept)
             sums = _sums(small)
-            share, total = _size(kept) / total, total - _size(kept)
+            share, total = size / total, total - size
             if any(np.allclose(sums, other, rtol=SAME, atol=0.0) for other in seen):
                 continue
             seen.append(sums)
             assert search.solver is not None
             seconds = max(share, pace.first) * (until - time.monotonic())
             options = replace(search.options, time_limit=max(0.0, seconds))
-            cutoff = search.upper if self.memory else upper
-            found = search.solver(small, options, cutoff=cutoff)
+            found = search.solver(small, options, cutoff=self.known()[1])
             if found.choices is not None:
                 plans.append(np.array([np.flatnonzero(k)[s] for k, s in zip(kept, found.choices, strict=True)]))
-                upper = min(upper, found.objective)
                 self.offer(plans[-1])
             if found.report.get("interrupted"):
                 raise KeyboardInterrupt
         return plans
-
-
-def _size(family: Sequence[np.ndarray]) -> int:
-    """Strategies that a family leaves."""
-    return sum(int(kept.sum()) for kept in family)
 
 
 def _sums(program: Program) -> np.ndarray:

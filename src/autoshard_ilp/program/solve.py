@@ -187,11 +187,11 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
     def better() -> float:
         if state["fits"] and families.affordable(FREE):  # else prices are next, and know better
             began = time.monotonic()
-            families.look(FREE, state["upper"])
+            families.look(FREE)
             search.add_seconds("families", began)
         return float(state["upper"])
 
-    families = Families(search, lambda: state["best"], offer, memory=False)
+    families = Families(search, lambda: (state["best"], state["upper"]), offer, memory=False)
     descent = Descent(offer, prove, done, search.deadline, worth, better=better)
     if program.capacity is not None:
         descent.least_sweeps = lambda: FEW_SWEEPS if state["best"] is not None and state["fits"] else LOOK_SWEEPS
