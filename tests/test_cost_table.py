@@ -458,14 +458,14 @@ def test_small_weights_are_gathered_and_reduced_together(width, alone):
 
 
 def test_what_a_loop_hands_on_or_stacks_is_laid_out_in_every_iteration():
-    from autoshard_ilp.costs.table import _executions
+    from autoshard_ilp.costs.table import executions
 
     def cumulate(c, x):
         return jnp.tanh(c + x), c  # the stack reads the carry itself
 
     graph = _graph(lambda xs: jax.lax.scan(cumulate, jnp.zeros((64, 64)), xs), jnp.zeros((5, 64, 64)))
     times = {
-        (op.primitive, i): _executions(graph, op.id, i)
+        (op.primitive, i): executions(graph, op.id, i)
         for op in graph.ops
         for i in range(len(op.inputs))
         if op.primitive.startswith("loop_")

@@ -216,6 +216,16 @@ def build(step: Step, infos: Any, table: Any, request: Request) -> Any:
     return build_program(table, roles, capacity=request.capacity, objective=request.objective)
 
 
+def tied_note(table: Any) -> str:
+    """What a plan says of the decisions that repeated layers share, as long as no more is known."""
+    return f"Repeated layers {shared(table)}; optimality is proved for that problem."
+
+
+def shared(table: Any) -> str:
+    """Which decisions repeated layers share."""
+    return "share two decisions, one for each half of them" if table.halved else "share one decision"
+
+
 def assemble(
     step: Step,
     infos: Any,
@@ -245,8 +255,7 @@ def assemble(
     timings["solve"] = max(0.0, timings.get("solve", 0.0) - timings["presolve"])
     notes: tuple[str, ...] = ()
     if any(len(c.members) > 1 for c in table.classes):
-        shared = "share two decisions, one for each half of them" if table.halved else "share one decision"
-        notes = (f"Repeated layers {shared}; optimality is proved for that problem.",)
+        notes = (tied_note(table),)
     notes = (*notes, *loop_notes(graph), *overlap_notes(cost.compute_s, cost.hidden_s, request.profile))
     return Plan(
         mesh=request.mesh,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from autoshard_ilp.progress import Progress
 from autoshard_ilp.rematsearch import blocks_of, memory_share, recomputed_share, search
 from autoshard_ilp.request import Request
 from autoshard_ilp.step import Step, graph_of, whole_graph
+from autoshard_ilp.untied import without_ties
 
 FREE_PART = 0.4
 """Of the time left: what proving a plan that recomputes all blocks may take, at first, where memory does not bind."""
@@ -67,12 +69,14 @@ def _search(
         return expected.learn(policy, attempt(graph, traced, request, progress, **known))
 
     need, limit = needed_share(request), request.solver.time_limit
+    began = time.monotonic()
     found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
         make = _maker(request, progress, mode=traced.mode, batch_size=traced.batch_size)
         plan, failures = any_plan(found.failures, request, progress, make)
         return with_history(plan, policies, failures)
-    return with_history(found.plan, policies, found.failures)
+    left = limit - (time.monotonic() - began)
+    return without_ties(with_history(found.plan, policies, found.failures), progress, left)
 
 
 def _maker(
@@ -146,10 +150,11 @@ def needed_share(request: Request) -> Callable[[Plan | Failure], float]:
 
 def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **options: Any) -> Plan:
     """:func:`attempt`; raises InfeasibleError when nothing fits."""
+    began = time.monotonic()
     found = attempt(step, infos, request, progress, **options)
     if isinstance(found, Failure):
         return any_plan([found], request, progress, _maker(request, progress, **options))[0]
-    return found
+    return without_ties(found, progress, request.solver.time_limit - (time.monotonic() - began))
 
 
 def with_history(plan: Plan, policies: Sequence[str], failures: Sequence[Failure]) -> Plan:

@@ -117,7 +117,7 @@ def collective_sites(
         out = table.graph.tensors[op.outputs[0]]
         after = tuple((m, False) for m in cls.members)
         sizes, costs = table.axis_sizes, table.collectives
-        share = table.shares.of_reductions(table.graph, cls.members)
+        share = cls.share
         for kind, axes, payload in resolution_payloads(strategy, out.shape, out.itemsize, sizes, costs):
             yield _collective(table, kind, axes, payload, share, _name(table, out.id), cls.members, cls.count), after
     for flow in table.flows:
@@ -126,7 +126,7 @@ def collective_sites(
             if step.kind != "slice":
                 op_id, operand = flow.uses[0]
                 name = _name(table, table.graph.ops[op_id].inputs[operand])
-                share = table.shares.of_gathers(table.graph, flow.uses) if step.kind == "all-gather" else 1.0
+                share = flow.share if step.kind == "all-gather" else 1.0
                 users = tuple(user for user, _ in flow.uses)
                 what = (step.kind, step.axes, step.payload_bytes, share, name, users)
                 yield _collective(table, *what, flow.count), before

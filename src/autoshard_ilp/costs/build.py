@@ -113,6 +113,11 @@ class _Account:
         return Lifetimes(np.array(is_edge), np.array(owner), np.array(start), np.array(end))
 
 
+def weight_of(objective: str) -> float:
+    """What a second of compute counts."""
+    return 1.0 if objective == "step_time" else TIE_BREAK
+
+
 def build_program(
     table: CostTable, roles: Mapping[int, str], *, capacity: int | None, objective: str = "step_time"
 ) -> Built:
@@ -124,7 +129,7 @@ def build_program(
         objective: "step_time" or "communication".
     """
     account = _Account(table)
-    weight = 1.0 if objective == "step_time" else TIE_BREAK
+    weight = weight_of(objective)
     node_bytes: dict[int, np.ndarray] = {}
     extra: list[Edge] = []
     costs = [c.count * (weight * c.compute_seconds + c.communication_seconds) for c in table.classes]

@@ -58,6 +58,7 @@ class OpClass:
         count: executions per step of all members together.
         compute_seconds, communication_seconds: per strategy, of one execution.
         operands, results: labels per operand and result.
+        share: what it pays of a reduction's fixed time (:class:`~autoshard_ilp.costs.combining.Shares`).
     """
 
     members: tuple[int, ...]
@@ -68,11 +69,15 @@ class OpClass:
     communication_seconds: np.ndarray
     operands: tuple[Labels, ...]
     results: tuple[Labels, ...]
+    share: float
 
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """A tensor that passes from a result of class ``u`` to an operand of class ``v``, ``count`` times per step."""
+    """A tensor that passes from a result of class ``u`` to an operand of class ``v``, ``count`` times per step.
+
+    ``share`` is what it pays of a gather's fixed time (:class:`~autoshard_ilp.costs.combining.Shares`).
+    """
 
     u: int
     result: int
@@ -80,6 +85,7 @@ class Flow:
     operand: int
     count: float
     uses: tuple[tuple[int, int], ...]  # (op id, operand index) of every member
+    share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +103,6 @@ class CostTable:
     flows: tuple[Flow, ...]
     prices: Prices
     precision: Precision
-    shares: Shares
     unknown: tuple[str, ...] = field(default=())
     halved: bool = False  # the first and the second half of the repeated layers are decided apart
 
@@ -141,10 +146,9 @@ def build_table(
         facts.buffers,
         classes,
         class_of,
-        _flows(facts.graph, class_of, classes),
+        _flows(facts.graph, class_of, classes, facts.shares),
         prices,
         facts.precision,
-        facts.shares,
         facts.unknown,
         halved,
     )
@@ -206,7 +210,7 @@ def _price(
     strategies, compute_s, comm_s, operands, results = cache[key]
     own = [m for m in members if graph.ops[m].primitive != "result" or op.primitive == "result"]
     count = sum(graph.ops[m].count for m in own)
-    return OpClass(tuple(own), rule, strategies, count, compute_s, comm_s, operands, results)
+    return OpClass(tuple(own), rule, strategies, count, compute_s, comm_s, operands, results, share)
 
 
 def _written_shape(op: Op, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -238,7 +242,7 @@ def _undominated(strategies: list[Strategy], seconds: np.ndarray) -> list[int]:
     return sorted(best.values())
 
 
-def _flows(graph: Graph, class_of: np.ndarray, classes: Sequence[OpClass]) -> tuple[Flow, ...]:
+def _flows(graph: Graph, class_of: np.ndarray, classes: Sequence[OpClass], shares: Shares) -> tuple[Flow, ...]:
     uses: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
     for op in graph.ops:
         v = int(class_of[op.id])
@@ -259,7 +263,10 @@ def _flows(graph: Graph, class_of: np.ndarray, classes: Sequence[OpClass]) -> tu
         if first is not None:
             uses.setdefault((int(class_of[first]), 0, v, REUSE), []).append((op.id, 0))
     return tuple(
-        Flow(u, j, v, i, sum(_executions(graph, op, k) for op, k in members), tuple(members))
+        Flow(
+            *(u, j, v, i, sum(executions(graph, op, k) for op, k in members), tuple(members)),
+            1.0 if i == REUSE else shares.of_gathers(graph, members),
+        )
         for (u, j, v, i), members in uses.items()
     )
 
@@ -268,7 +275,7 @@ REUSE = -2
 """Operand number of the link from a forward hub to the backward hub that may reuse its copy."""
 
 
-def _executions(graph: Graph, op_id: int, operand: int) -> float:
+def executions(graph: Graph, op_id: int, operand: int) -> float:
     """How often an operand passes: slices of a loop are laid out once, before it; what a carry becomes, in the loop."""
     op = graph.ops[op_id]
     if op.primitive == "loop_slice":
@@ -316,9 +323,8 @@ def flow_table(table: CostTable, flow: Flow) -> tuple[np.ndarray, np.ndarray]:
     ends = tuple(v.layouts[k] for k in fresh)
     asked = (tensor.shape, itemsize, starts, ends)
     seconds[:, fresh], copies[:, fresh] = table.prices.reshard.table(*asked)
-    share = table.shares.of_gathers(table.graph, flow.uses)
-    if share < 1.0:
-        seconds[:, fresh] -= (1.0 - share) * table.prices.reshard.gather_calls(*asked)
+    if flow.share < 1.0:
+        seconds[:, fresh] -= (1.0 - flow.share) * table.prices.reshard.gather_calls(*asked)
     for k, end in enumerate(v.layouts):
         if _held(end):
             seconds[:, k] = [np.inf if start == end[1] else 0.0 for start in starts]

@@ -35,6 +35,7 @@ class Presolve:
         max_degree: most neighbours of an eliminated node.
         deadline: monotonic time after which it stops (what is done stays valid).
         capacity: bytes allowed in every row of the net; None: no limit.
+        open_nodes: nodes with neighbours outside the net: they stay, with all strategies that have partners inside.
     """
 
     net: Net
@@ -43,6 +44,7 @@ class Presolve:
     max_degree: int = 3
     deadline: float = math.inf
     capacity: int | None = None
+    open_nodes: frozenset[int] = frozenset()
     counts: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> Net:
@@ -111,6 +113,8 @@ class Presolve:
         self._fix_bytes(v)
         if "parallel" in steps:
             self._merge_parallel(v)
+        if v in self.open_nodes:
+            return
         if "single" in steps and len(net.alive[v]) == 1:
             self._touch(reduce.fold_single(net, v))
             self.counts["nodes with one strategy"] += 1

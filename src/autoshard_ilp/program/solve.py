@@ -149,8 +149,16 @@ def _room(search: Search) -> Room | None:
     return room
 
 
-def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, float]:
-    """Optimum without memory: choices (or the best found) and a lower bound. EmptyNodeError: no finite assignment."""
+def descend(
+    search: Search, room: Room | None, make_net: Callable[[], Net] | None = None
+) -> tuple[np.ndarray | None, float]:
+    """Optimum without memory: choices (or the best found) and a lower bound. EmptyNodeError: no finite assignment.
+
+    Args:
+        search: the program, and what is known of it.
+        room: what the capacity leaves of each node and edge by itself, where there is one.
+        make_net: makes the program's net, where something is known that makes it smaller.
+    """
     since = time.monotonic()
     program = search.program
     state: dict[str, Any] = {"best": None, "upper": search.upper, "lower": -math.inf, "fits": True}
@@ -197,7 +205,10 @@ def _descend(search: Search, room: Room | None) -> tuple[np.ndarray | None, floa
         descent.least_sweeps = lambda: FEW_SWEEPS if state["best"] is not None and state["fits"] else LOOK_SWEEPS
     search.report["descent"] = descent.log
     try:
-        start = build_net(program) if room is None else build_net(program, room.keep, cells=room.cells)
+        if make_net is not None:
+            start = make_net()
+        else:
+            start = build_net(program) if room is None else build_net(program, room.keep, cells=room.cells)
         net = descent.run(start, state["upper"])
         if net.live and not done() and time.monotonic() < search.deadline:
             search.add_seconds("descent", since)
@@ -242,7 +253,7 @@ def _solve_with_rows(search: Search, rows: bool, relaxed: np.ndarray | None) -> 
     load_kernels()
     room = _room(search)
     if room is None or relaxed is None or not _too_large(search.program, relaxed):
-        relaxed, bound = _descend(search, room)
+        relaxed, bound = descend(search, room)
         search.prove(bound)
         if relaxed is None:
             return False

@@ -1,0 +1,101 @@
+"""Whether one decision for all repeated layers costs anything: the plan against the step without ties.
+
+Tied layers make a small program, and its optimum is a plan. That no plan is faster in which every layer decides for
+itself is another matter. It is proved here, or such a plan is found; else the bound says how much faster it might be.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from autoshard_ilp.attempt import assemble, build, shared, tied_note
+from autoshard_ilp.garbage import collector_paused
+from autoshard_ilp.halving import within
+from autoshard_ilp.plan import Plan
+from autoshard_ilp.progress import Progress
+
+LEAST_SECONDS = 1.0
+"""In less time nothing is shown."""
+
+TIMES = 2.0
+"""The same, of what solving the tied program took: this one is larger."""
+
+SAME = 1e-9
+"""Relative: a plan that is faster by less is as fast."""
+
+
+def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
+    """The plan with the bound of the step whose repeated layers decide for themselves, or a faster plan of that step.
+
+    Args:
+        plan: with its trail. Where nothing is tied, or memory binds, it is returned as it is.
+        progress: shows the stage.
+        seconds: that the solver may take.
+    """
+    from autoshard_ilp.costs.apart import apart, parted, repeats
+    from autoshard_ilp.program.whole import solve_repeated
+
+    trail = plan.trail
+    if trail is None or trail.solution.status != "optimal" or not repeats(trail.costs) or _binds(trail.solution):
+        return plan
+    if seconds < max(LEAST_SECONDS, TIMES * trail.solution.seconds):
+        return plan
+    began = time.monotonic()
+    with progress.stage("proof"), collector_paused():
+        step = apart(trail.costs, trail.program, plan.objective)
+        options = within(trail.request.solver, seconds - (time.monotonic() - began))
+        found = solve_repeated(step.program, step.alike, trail.solution.choices[step.classes], options, progress.tell)
+        if found.objective < (1 - SAME) * trail.solution.objective:
+            table, choices = parted(trail.costs, step, found.choices)
+            faster = _faster(plan, table, choices, found, progress)
+            if faster is not None:
+                return faster
+    bound = min(found.lower_bound, plan.lower_bound)
+    timings = {**plan.timings, "proof": time.monotonic() - began}
+    return _told(replace(plan, lower_bound=bound, timings=timings), trail.costs)
+
+
+def _binds(solution: Any) -> bool:
+    """Whether the fastest plan did not fit."""
+    return bool(solution.report.get("rows"))
+
+
+def _faster(plan: Plan, table: Any, choices: Any, found: Any, progress: Progress) -> Plan | None:
+    """The plan of the step without ties; None where it does not fit."""
+    from autoshard_ilp.program.model import Solution
+
+    trail = plan.trail
+    assert trail is not None and plan.executable is not None
+    request = trail.request
+    built = build(plan.executable, trail.infos, table, request)
+    peak, objective = built.program.peak(choices), built.program.cost(choices)
+    if request.capacity is not None and peak > request.capacity:
+        return None
+    bound = min(found.lower_bound, objective)
+    solution = Solution(found.status, choices, objective, bound, peak, found.seconds, dict(trail.solution.report))
+    what = (table, built, solution, plan.mode, plan.batch_size, dict(plan.origin))
+    made = assemble(plan.executable, trail.infos, request, progress, *what)
+    gained = 1.0 - objective / trail.solution.objective
+    note = f"Repeated layers decide for themselves where that is faster: by {percent(gained)} of the step."
+    own = tuple(n for n in plan.notes if n not in made.notes and n != tied_note(trail.costs))
+    kept = tuple(n for n in made.notes if n != tied_note(table))
+    history = replace(made.trail, policies=trail.policies, failures=trail.failures)  # type: ignore[type-var]
+    return replace(made, notes=(note, *kept, *own), timings={**plan.timings, **made.timings}, trail=history)
+
+
+def _told(plan: Plan, table: Any) -> Plan:
+    """Gap, status and notes that agree with the bound."""
+    total = plan.trail.solution.objective if plan.trail is not None else plan.cost.total_s
+    gap = max(0.0, (total - plan.lower_bound) / total) if total > 0 else 0.0
+    proved = gap <= SAME
+    what = "no plan is faster" if proved else f"a plan may be faster, by {percent(gap)} of the step at most"
+    note = f"Repeated layers {shared(table)}; were each to decide for itself, {what}."
+    notes = tuple(note if n == tied_note(table) else n for n in plan.notes)
+    return replace(plan, status="optimal" if proved else "feasible", gap=0.0 if proved else gap, notes=notes)
+
+
+def percent(share: float) -> str:
+    """A share as text, however small."""
+    return f"{100 * share:.2g}%"
