@@ -46,7 +46,8 @@ def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
     with progress.stage("proof"), collector_paused():
         step = apart(trail.costs, trail.program, plan.objective)
         options = within(trail.request.solver, seconds - (time.monotonic() - began))
-        found = solve_repeated(step.program, step.alike, trail.solution.choices[step.classes], options, progress.tell)
+        known = trail.solution.choices[step.classes]
+        found = solve_repeated(step.program, step.alike, known, options, on_progress=progress.tell)
         if found.objective < (1 - SAME) * trail.solution.objective:
             table, choices = parted(trail.costs, step, found.choices)
             faster = _faster(plan, table, choices, found, progress)

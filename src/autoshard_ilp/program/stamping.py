@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard_ilp.program.model import Program
+from autoshard_ilp.program.model import Edge, Program
 from autoshard_ilp.program.net import Factor, Net, Record
 from autoshard_ilp.program.presolve import Presolve
 from autoshard_ilp.program.repeats import Copies
@@ -45,22 +45,30 @@ def stamped_net(program: Program, repeated: Sequence[Copies], deadline: float = 
         looked_at[program.edges[e].u] = looked_at[program.edges[e].v] = True
     for copies in repeated:
         open_nodes = frozenset(np.flatnonzero(looked_at[copies.nodes].any(axis=0)).tolist())
-        _stamp(net, _piece(program, copies, open_nodes, deadline), copies.nodes)
+        _stamp(net, piece_net(program, copies, open_nodes, deadline), copies.nodes)
     for v in np.flatnonzero(~stamped).tolist():
         net.set_cost(v, np.asarray(program.nodes[v].costs, np.float64))
     for e in beyond:
         edge = program.edges[e]
-        net.add(_factor(edge, (edge.u, edge.v)))
+        net.add(factor_of(edge, (edge.u, edge.v)))
     return net
 
 
-def _factor(edge: object, scope: tuple[int, int]) -> Factor:
-    labels = np.asarray(edge.u_labels, np.int64), np.asarray(edge.v_labels, np.int64)  # type: ignore[attr-defined]
-    return Factor(scope, labels, np.asarray(edge.table, np.float64))  # type: ignore[attr-defined]
+def factor_of(edge: Edge, scope: tuple[int, int]) -> Factor:
+    """An edge as a factor over two nodes of a net."""
+    labels = np.asarray(edge.u_labels, np.int64), np.asarray(edge.v_labels, np.int64)
+    return Factor(scope, labels, np.asarray(edge.table, np.float64))
 
 
-def _piece(program: Program, copies: Copies, open_nodes: frozenset[int], deadline: float) -> Net:
-    """The first copy by itself, shrunk; its nodes are numbered as in ``copies``."""
+def piece_net(program: Program, copies: Copies, open_nodes: frozenset[int], deadline: float = math.inf) -> Net:
+    """The first of equal pieces by itself, shrunk; its nodes are numbered as in ``copies``.
+
+    Args:
+        program: the whole.
+        copies: the pieces.
+        open_nodes: of a piece, those with edges that lead out of it; they stay.
+        deadline: monotonic seconds.
+    """
     nodes = copies.nodes[0].tolist()
     place = {v: i for i, v in enumerate(nodes)}
     piece = Net(len(nodes))
@@ -68,7 +76,7 @@ def _piece(program: Program, copies: Copies, open_nodes: frozenset[int], deadlin
         piece.set_cost(i, np.asarray(program.nodes[v].costs, np.float64))
     for e in copies.edges[0].tolist():
         edge = program.edges[e]
-        piece.add(_factor(edge, (place[edge.u], place[edge.v])))
+        piece.add(factor_of(edge, (place[edge.u], place[edge.v])))
     for degree, cells in ROUNDS:
         Presolve(piece, max_degree=degree, max_cells=cells, deadline=deadline, open_nodes=open_nodes).run()
     return piece

@@ -1,4 +1,8 @@
-"""Solve a program that repeats itself, without memory: a step whose layers all decide for themselves."""
+"""A program that repeats itself, without memory: a step whose layers all decide for themselves.
+
+First the bound of its chain of layers (:mod:`autoshard_ilp.program.chain`), which takes as long for 80 layers as for 8.
+Where that leaves a gap, and the program is small enough, it is solved.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autoshard_ilp.program.chain import chain_bound
 from autoshard_ilp.program.compiled import load_kernels
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net
@@ -15,42 +20,57 @@ from autoshard_ilp.program.search import Search
 from autoshard_ilp.program.solve import descend
 from autoshard_ilp.program.stamping import stamped_net
 
+CELLS = 6_000_000
+"""Table cells, its repeated pieces shrunk, of a program that is solved: of more, messages take long."""
+
+BOUND_PART = 0.5
+"""Of the time: what the bound of the chain may take."""
+
 
 def solve_repeated(
     program: Program,
     alike: Alike,
     known: np.ndarray,
     options: SolverOptions,
+    *,
+    most_cells: int = CELLS,
     on_progress: Callable[[dict], None] | None = None,
 ) -> Solution:
-    """The cheapest assignment of a program without a capacity, whose repeated pieces are shrunk once for all.
+    """The cheapest assignment of a program without a capacity, or a bound of it.
 
     Args:
         program: of no capacity.
         alike: its kinds of nodes and edges.
         known: a finite assignment to start from.
         options: limits and seed.
+        most_cells: of tables, its repeated pieces shrunk; a program of more is not solved where the bound leaves a gap.
         on_progress: as for :func:`autoshard_ilp.program.solve`.
 
     Returns:
-        As :func:`autoshard_ilp.program.solve` does; ``report["repeated"]`` has, per group of equal pieces, how many
-        there are and how many nodes each has.
+        As :func:`autoshard_ilp.program.solve` does. ``report["chain"]`` has the number of layers, the number of those
+        that were solved, and the bound in seconds, where there is a chain.
     """
     load_kernels()
     search = Search(program, options, time.monotonic(), on_progress)
     search.offer(known)
-
-    def make() -> Net:
-        since = time.monotonic()
-        repeated = copies_in(program, alike)
-        search.report["repeated"] = [copies.nodes.shape for copies in repeated]
-        net = stamped_net(program, repeated, search.deadline)
-        search.add_seconds("stamping", since)
-        return net
-
     try:
-        _, bound = descend(search, None, make)
-        search.prove(bound)
+        repeated = copies_in(program, alike)
+        since = time.monotonic()
+        part = since + BOUND_PART * (search.deadline - since)
+        chain = chain_bound(program, alike.edges, repeated, search.upper, part)
+        if chain is not None:
+            search.report["chain"] = {"layers": chain.layers, "solved": chain.solved, "bound": chain.lower_bound}
+            search.prove(chain.lower_bound)
+            search.offer(chain.choices)
+            search.tell("proof")
+        search.add_seconds("chain", since)
+        if not search.done() and time.monotonic() < search.deadline:
+            since = time.monotonic()
+            net = stamped_net(program, repeated, search.deadline)
+            search.add_seconds("stamping", since)
+            if net.size()["cells"] <= most_cells:
+                _, bound = descend(search, None, lambda: net)
+                search.prove(bound)
     except KeyboardInterrupt:
         search.report["interrupted"] = True
     except EmptyNodeError:
