@@ -44,7 +44,7 @@ def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
         return plan
     began = time.monotonic()
     with progress.stage("proof"), collector_paused():
-        step = apart(trail.costs, trail.program, plan.objective)
+        step = apart(trail.costs, replace(trail.built, program=trail.program), plan.objective)
         options = within(trail.request.solver, seconds - (time.monotonic() - began))
         known = trail.solution.choices[step.classes]
         found = solve_repeated(step.program, step.alike, known, options, on_progress=progress.tell)

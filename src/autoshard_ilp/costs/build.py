@@ -44,11 +44,16 @@ class Built:
         program: the integer program; node i is class i of the table, edges[k] is flows[k] for k < len(flows).
         categories: per lifetime: parameters, optimizer, state, inputs, gradients, activations, gathered.
         labels: per lifetime: what is held, a path or a layer's scope.
+        op_ids: per lifetime: the operation whose result, or whose copy of an operand, is held.
+        loops: the edges that a flow would be, by its number, where it joins a class to itself (a repeated layer feeds
+            the next): the program has them as costs of nodes.
     """
 
     program: Program
     categories: tuple[str, ...]
     labels: tuple[str, ...]
+    op_ids: tuple[int, ...]
+    loops: Mapping[int, Edge]
 
 
 class _Account:
@@ -57,7 +62,7 @@ class _Account:
     def __init__(self, table: CostTable) -> None:
         self.rows: list[tuple[bool, int, int, int]] = []
         self.categories: list[str] = []
-        self.labels: list[str] = []
+        self.labels: list[tuple[str, int]] = []  # with the operation
         self.stacks: list[int] = []  # lifetimes of what loops stack up
         self.ahead: list[int] = []  # lifetimes of gathered copies of what the step starts with
         self.family = getattr(table.profile, "family", "")
@@ -96,9 +101,16 @@ class _Account:
         return self.images.get(root, ()) if same else ()
 
     def hold(
-        self, is_edge: bool, owner: int, start: int, end: int, category: str, label: str, read: Sequence[int] = ()
+        self,
+        is_edge: bool,
+        owner: int,
+        start: int,
+        end: int,
+        category: str,
+        label: tuple[str, int],
+        read: Sequence[int] = (),
     ) -> None:
-        """Adds a lifetime; ``read`` are the tensors as which it is read meanwhile."""
+        """Adds a lifetime, labelled with its operation; ``read`` are the tensors as which it is read meanwhile."""
         until = None if self.idle is None or not read else self.idle.in_memory_until(start, end, read)
         if until is not None:
             self.waits[len(self.rows)] = until
@@ -144,13 +156,15 @@ def build_program(
     )
     families = functools.partial(coarser, [c.strategies for c in table.classes], table.axis_sizes)
     program = Program(nodes, (*edges, *extra), account.lifetimes(), capacity, families=families)
+    loops = {k: edge for k, edge in enumerate(edges) if edge.u == edge.v}
     counted = _without_loops(program), tuple(account.categories), tuple(account.labels)
     if account.family == "tpu":
         counted = count_twice(*counted, account.stacks, table.buffers.horizon)
         counted = count_gathers_twice(*counted, account.ahead, vector_bytes(table.profile))
     counted = keep_on_chip(*counted, vector_bytes(table.profile), table.buffers.horizon, account.waits)
     lost = getattr(table.profile, "heap_loss_share", 0.0) if loses(table.graph) else 0.0
-    return Built(with_holes(counted[0], lost), *counted[1:])
+    labels, op_ids = zip(*counted[2], strict=True) if counted[2] else ((), ())
+    return Built(with_holes(counted[0], lost), counted[1], labels, op_ids, loops)
 
 
 def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: list[np.ndarray]) -> Edge:
@@ -221,11 +235,11 @@ def _copy_lifetime(table: CostTable, flow: Flow, op_id: int) -> tuple[int, int]:
     return start, start + 1
 
 
-def _label(table: CostTable, op_id: int, operand: int) -> str:
+def _label(table: CostTable, op_id: int, operand: int) -> tuple[str, int]:
     op = table.graph.ops[op_id]
     producer = table.graph.tensors[op.inputs[operand]].producer
     path = table.graph.ops[producer].path if producer is not None else ""
-    return path or op.scope or op.primitive
+    return path or op.scope or op.primitive, op_id
 
 
 def _hold_results(
@@ -242,7 +256,7 @@ def _hold_results(
     graph, buffers, sizes = table.graph, table.buffers, table.axis_sizes
     representative = graph.ops[cls.members[0]]
 
-    def hold(held: np.ndarray, starts_ends: list[tuple[int, int, str, str]], read: Sequence[int] = ()) -> None:
+    def hold(held: np.ndarray, starts_ends: list[tuple[int, int, str, tuple[str, int]]], read: Sequence[int] = ()) -> None:
         if not held.any():
             return
         if index not in node_bytes or np.array_equal(node_bytes[index], held):
@@ -269,7 +283,7 @@ def _hold_results(
         for m in cls.members:
             out = graph.ops[m].outputs[j]
             category, label = _category(table, m, out, roles)
-            spans.append((int(buffers.start[out]), int(buffers.end[out]), category, label))
+            spans.append((int(buffers.start[out]), int(buffers.end[out]), category, (label, m)))
         first = len(account.rows)
         hold(held, spans, [graph.ops[m].outputs[j] for m in cls.members])
         stacked = [i for i, m in enumerate(cls.members) if graph.ops[m].primitive == "loop_stack"]
@@ -283,7 +297,8 @@ def _hold_results(
         parts = [s.partial if s.partial != s.results[0] else None for s in cls.strategies]
         held = account.bytes_of(table, tensor.id, tensor.itemsize, parts)
         spans = [
-            (int(buffers.time[m]), int(buffers.time[m]) + 1, "activations", graph.ops[m].scope) for m in cls.members
+            (int(buffers.time[m]), int(buffers.time[m]) + 1, "activations", (graph.ops[m].scope, m))
+            for m in cls.members
         ]
         hold(held, spans)
         parts = [s.partial if s.resolutions else None for s in cls.strategies]
@@ -291,7 +306,7 @@ def _hold_results(
         ends = [(m, account.reduced.get(graph.ops[m].outputs[0], 0)) for m in cls.members]
         hold(
             waiting,
-            [(t + 1, end + 1, "gradients", graph.ops[m].scope) for m, end in ends if end > (t := int(buffers.time[m]))],
+            [(t + 1, end + 1, "gradients", (graph.ops[m].scope, m)) for m, end in ends if end > (t := int(buffers.time[m]))],
         )
     for m in cls.members:
         if m in account.given:
@@ -299,12 +314,12 @@ def _hold_results(
             image, itemsize = graph.tensors[graph.ops[m].inputs[0]], table.precision.moved(graph, graph.ops[m], 0)
             reads = [s.operands[0] for s in cls.strategies]
             copied = [0 if r is None else tiled_bytes(image.shape, itemsize, r, sizes, numbers[:2]) for r in reads]
-            span = int(buffers.time[m]), account.given[m] + 1, "activations", graph.ops[m].scope
+            span = int(buffers.time[m]), account.given[m] + 1, "activations", (graph.ops[m].scope, m)
             hold(np.array(copied), [span])
     if account.family == "tpu" and is_lookup(graph, representative):
         itemsize, begin = table.precision.moved(graph, representative, 0), account.first_lookup
         rows = copied_bytes(graph, representative, cls.strategies, sizes, float(itemsize))
-        hold(rows, [(begin, int(buffers.time[m]) + 1, "gathered", graph.ops[m].scope) for m in cls.members])
+        hold(rows, [(begin, int(buffers.time[m]) + 1, "gathered", (graph.ops[m].scope, m)) for m in cls.members])
     if account.family != "gpu":
         return
     padded = once(
@@ -315,8 +330,8 @@ def _hold_results(
     if representative.primitive == "select_and_scatter_add":
         early = bool(buffers.start[representative.outputs[0]] < buffers.time[representative.id])
         padded = padded + window_places(graph, representative, cls.strategies, sizes, early)
-    times = [(int(buffers.time[m]), graph.ops[m].scope) for m in cls.members]
-    hold(padded, [(time, time + 1, "activations", scope) for time, scope in times])
+    times = [(int(buffers.time[m]), (graph.ops[m].scope, m)) for m in cls.members]
+    hold(padded, [(time, time + 1, "activations", label) for time, label in times])
 
 
 def _padded(table: CostTable, op: Op, cls: OpClass, pads: bool) -> np.ndarray:

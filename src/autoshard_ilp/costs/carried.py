@@ -27,21 +27,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
 from autoshard_ilp.costs.onchip import LargeParts
 from autoshard_ilp.program.model import Lifetimes, Program
 
+Label = TypeVar("Label")
+
 
 def count_twice(
-    program: Program, categories: Sequence[str], labels: Sequence[str], stacks: Sequence[int], horizon: int
-) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
+    program: Program, categories: Sequence[str], labels: Sequence[Label], stacks: Sequence[int], horizon: int
+) -> tuple[Program, tuple[str, ...], tuple[Label, ...]]:
     """The program with second lifetimes of what XLA:TPU counts twice.
 
     Args:
         program: lifetimes that end at ``horizon`` are arguments and results, which are counted once.
-        categories, labels: of the lifetimes.
+        categories, labels: of the lifetimes; labels are whatever the caller calls them.
         stacks: lifetimes of what loops stack up, each from its loop's start on.
         horizon: number of instants.
 
@@ -75,13 +78,13 @@ def count_twice(
 
 
 def count_gathers_twice(
-    program: Program, categories: Sequence[str], labels: Sequence[str], gathers: Sequence[int], vector_bytes: int
-) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
+    program: Program, categories: Sequence[str], labels: Sequence[Label], gathers: Sequence[int], vector_bytes: int
+) -> tuple[Program, tuple[str, ...], tuple[Label, ...]]:
     """The program with second lifetimes of what is gathered ahead into device memory.
 
     Args:
         program: see :func:`count_twice`.
-        categories, labels: of the lifetimes.
+        categories, labels: of the lifetimes; labels are whatever the caller calls them.
         gathers: lifetimes of gathered copies of what the step starts with; all are copies of edges.
         vector_bytes: of the chip. What takes more than half of it is gathered into device memory, since what is
             computed meanwhile is in vector memory too: 77 MB were, 5 MB were not. 0: unknown, nothing is added.

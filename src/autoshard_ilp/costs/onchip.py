@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from autoshard_ilp.costs.idle import MOST_COPIES
 from autoshard_ilp.program.model import Edge, Program
+
+Label = TypeVar("Label")
 
 USUAL, MOST = 5, 7
 """Eighths of the vector memory: what short-lived buffers take as a rule, and what one alone may take. Compiled steps
@@ -42,16 +44,16 @@ def idle_limit_seconds(profile: Any) -> float:
 def keep_on_chip(
     program: Program,
     categories: Sequence[str],
-    labels: Sequence[str],
+    labels: Sequence[Label],
     size: int,
     horizon: int,
     waits: Mapping[int, int] | None = None,
-) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
+) -> tuple[Program, tuple[str, ...], tuple[Label, ...]]:
     """The program with ``size`` bytes of every instant on the chip, but for what does not fit there.
 
     Args:
         program: lifetimes that end at ``horizon`` are arguments and results; at its last instant only these are left.
-        categories, labels: of the lifetimes.
+        categories, labels: of the lifetimes; labels are whatever the caller calls them.
         size: bytes of vector memory.
         horizon: number of instants.
         waits: lifetime -> until when it is in device memory, since nobody reads it for long.

@@ -103,6 +103,7 @@ class CostTable:
     flows: tuple[Flow, ...]
     prices: Prices
     precision: Precision
+    alike: np.ndarray  # op id -> class if all repeated layers shared one decision
     unknown: tuple[str, ...] = field(default=())
     halved: bool = False  # the first and the second half of the repeated layers are decided apart
 
@@ -149,6 +150,7 @@ def build_table(
         _flows(facts.graph, class_of, classes, facts.shares),
         prices,
         facts.precision,
+        facts.classes(False) if halved else class_of,
         facts.unknown,
         halved,
     )

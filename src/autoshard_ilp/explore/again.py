@@ -285,12 +285,10 @@ class FailedProblem(Failure):
 
 def failure_of(problem: Problem, solution: Any) -> FailedProblem:
     """A problem without a solution, as :func:`autoshard_ilp.infeasible.infeasible` explains it."""
-    from autoshard_ilp.costs.build import Built
-
     request = problem.request
     shapes = path_shapes(problem.step.graph)
     pinned = resolve_pins(request.pins, shapes, request.mesh.axis_names, request.mesh.axis_sizes)
-    built = Built(problem.program, problem.built.categories, problem.built.labels)
+    built = replace(problem.built, program=problem.program)
     return FailedProblem(problem.step, problem.infos, problem.table, built, solution, pinned, problem)
 
 

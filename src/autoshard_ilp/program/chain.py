@@ -43,6 +43,9 @@ STEADY = 1e-7
 ENOUGH = 1e-8, 1e-5
 """Of the cost: how far the minima of all layers, and of the surroundings, may be from what is proved of them."""
 
+REST_TIMES, REST_SECONDS = 3.0, 1.0
+"""What the surroundings may take, of the time that everything before them took, and at least."""
+
 Position = tuple[int, int, int, int]
 """Kind of an edge between layers, its ends among the nodes of a layer, and how many layers on the second one is."""
 
@@ -65,43 +68,47 @@ class ChainBound:
 
 
 def chain_bound(
-    program: Program, kinds: np.ndarray, repeated: Sequence[Copies], cost: float, deadline: float = math.inf
+    program: Program, kinds: np.ndarray, repeated: Sequence[Copies], known: np.ndarray, deadline: float = math.inf
 ) -> ChainBound | None:
     """The bound of a program with a chain of equal pieces; None where there is none, or no time.
 
     Args:
         program: without a capacity.
         kinds: per edge, its kind.
-        repeated: equal pieces of the program; the largest are the layers.
-        cost: seconds, of a plan.
+        repeated: equal pieces of the program; those of the largest chain are the layers.
+        known: a finite assignment, good for a start.
         deadline: monotonic seconds.
     """
     if not repeated:
         return None
-    chain = _Chain(program, kinds, max(repeated, key=lambda c: c.nodes.size), cost, deadline)
+    size: dict[int, int] = defaultdict(int)
+    for copies in repeated:
+        size[copies.chain] += copies.nodes.size
+    largest = max(size, key=lambda number: size[number])
+    chain = _Chain(program, kinds, [c for c in repeated if c.chain == largest], known, deadline)
     try:
         return chain.run()
     except EmptyNodeError:
         return None
 
 
-def minimum(net: Net, deadline: float, enough: float) -> tuple[float, np.ndarray | None]:
+def minimum(net: Net, known: np.ndarray, deadline: float, enough: float) -> tuple[float, np.ndarray]:
     """Lower bound in seconds of a net, which it empties, and the best assignment found.
 
     Args:
         net: to be minimised.
+        known: a finite assignment.
         deadline: monotonic seconds.
         enough: seconds that the bound may be off.
     """
     whole = net.copy()
-    best: list[np.ndarray] = []
-    upper, lower = math.inf, -math.inf
+    best, upper, lower = known, whole.value(known), -math.inf
 
     def offer(choices: np.ndarray) -> float:
-        nonlocal upper
+        nonlocal best, upper
         value = whole.value(choices)
         if value < upper:
-            upper, best[:] = value, [choices]
+            best, upper = choices, value
         return upper
 
     def prove(bound: float) -> None:
@@ -109,20 +116,18 @@ def minimum(net: Net, deadline: float, enough: float) -> tuple[float, np.ndarray
         lower = max(lower, bound)
 
     try:
-        Descent(offer, prove, lambda: upper - lower <= enough, deadline).run(net, math.inf)
-    except EmptyNodeError:
-        if math.isinf(upper):
-            raise
+        Descent(offer, prove, lambda: upper - lower <= enough, deadline).run(net, upper)
+    except EmptyNodeError:  # nothing is cheaper
         lower = upper
-    return min(lower, upper), best[0] if best else None
+    return min(lower, upper), best
 
 
 @dataclass(eq=False)
 class _Chain:
     program: Program
     kinds: np.ndarray
-    copies: Copies
-    cost: float
+    groups: Sequence[Copies]  # of equal layers
+    known: np.ndarray
     deadline: float
     between: dict[Position, list[int]] = field(default_factory=lambda: defaultdict(list))  # layer of each first end
     around: dict[tuple[int, int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # -1: outside
@@ -130,13 +135,18 @@ class _Chain:
     potentials: dict[tuple[int, bytes], np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        program, nodes = self.program, self.copies.nodes
+        program = self.program
+        order = np.argsort(np.concatenate([g.layers for g in self.groups]), kind="stable")
+        self.nodes = np.concatenate([g.nodes for g in self.groups])[order]  # of each layer
+        self.group = np.repeat(np.arange(len(self.groups)), [len(g.nodes) for g in self.groups])[order]
+        self.main = int(np.bincount(self.group).argmax())
         self.layer = np.full(len(program.nodes), -1, np.int64)
         self.place = np.full(len(program.nodes), -1, np.int64)
-        self.layer[nodes] = np.arange(len(nodes))[:, None]
-        self.place[nodes] = np.arange(nodes.shape[1])
+        self.layer[self.nodes] = np.arange(len(self.nodes))[:, None]
+        self.place[self.nodes] = np.arange(self.nodes.shape[1])
         beyond = np.ones(len(program.edges), bool)
-        beyond[self.copies.edges] = False
+        for copies in self.groups:
+            beyond[copies.edges] = False
         for e in np.flatnonzero(beyond).tolist():
             edge = program.edges[e]
             first, second = int(self.layer[edge.u]), int(self.layer[edge.v])
@@ -149,17 +159,27 @@ class _Chain:
                 self.outside.append(e)
 
     @cached_property
-    def piece(self) -> Net:
-        """A layer by itself."""
+    def pieces(self) -> list[Net]:
+        """A layer of each group by itself."""
         ends = {x for _, a, b, _ in self.between for x in (a, b)} | {x for _, a, b in self.around for x in (a, b)}
-        return piece_net(self.program, self.copies, frozenset(ends - {-1}), self.deadline)
+        open_nodes = frozenset(ends - {-1})
+        return [piece_net(self.program, copies, open_nodes, self.deadline) for copies in self.groups]
+
+    def _usual(self, edges: Sequence[int]) -> Edge:
+        """Of edges in one position, one of layers of the largest group, if there is one."""
+        found = [self.program.edges[e] for e in edges]
+        return next((e for e in found if {self._group(e.u), self._group(e.v)} <= {self.main, -1}), found[0])
+
+    def _group(self, v: int) -> int:
+        return -1 if self.layer[v] < 0 else int(self.group[self.layer[v]])
 
     def run(self) -> ChainBound | None:
+        began = time.monotonic()
         second, shared = self._ring()
         if time.monotonic() > self.deadline:
             return None
         rest = self._surroundings()
-        added: list[list[tuple[int, np.ndarray, np.ndarray]]] = [[] for _ in self.copies.nodes]  # place, labels, seconds
+        added: list[list[tuple[int, np.ndarray, np.ndarray]]] = [[] for _ in self.nodes]  # place, labels, seconds
 
         def to_node(v: int, labels: np.ndarray, seconds: np.ndarray) -> None:
             if self.layer[v] < 0:
@@ -183,29 +203,29 @@ class _Chain:
                     p = shared.get((kind, a, b), self._as_between(second, edge, a, 0))
                     to_node(edge.u, edge.u_labels, p)
                     to_node(edge.v, edge.v_labels, self._left(edge, p, axis=0))
-        return self._sum(rest, added)
+        return self._sum(rest, added, began)
 
     # -- potentials --------------------------------------------------------------------------------------------------
 
     def _ring(self) -> tuple[dict[Position, np.ndarray], dict[tuple[int, int, int], np.ndarray]]:
         """Potentials of second ends between layers, and of the layer's end of edges that all layers have to one node."""
-        size, layers = self.copies.nodes.shape[1], len(self.copies.nodes)
+        (layers, size), piece = self.nodes.shape, self.pieces[self.main]
         length = 1 + max([1, *(abs(step) for _, _, _, step in self.between)])
         hubs = {key: edges for key, edges in self.around.items() if len(edges) == layers and self._one_node(key, edges)}
         ring = Net(length * size + len(hubs))
         for i in range(length):
             for x in range(size):
                 v = i * size + x
-                ring.cost[v], ring.alive[v], ring.gone[v] = self.piece.cost[x], self.piece.alive[x], self.piece.gone[x]
-            for f in self.piece.factors.values():
+                ring.cost[v], ring.alive[v], ring.gone[v] = piece.cost[x], piece.alive[x], piece.gone[x]
+            for f in piece.factors.values():
                 ring.add(Factor(tuple(i * size + x for x in f.scope), f.labels, f.table))
         numbers: dict[tuple[int, ...], list[int]] = {}
         for (kind, a, b, step), edges in self.between.items():
-            edge = self.program.edges[edges[0]]
+            edge = self._usual(edges)
             scopes = [(i * size + a, (i + step) % length * size + b) for i in range(length)]
             numbers[kind, a, b, step] = [ring.add(factor_of(edge, scope)) for scope in scopes]
         for at, ((kind, a, b), edges) in enumerate(hubs.items(), length * size):
-            edge = self.program.edges[edges[0]]
+            edge = self._usual(edges)
             node = self.program.nodes[edge.u if a < 0 else edge.v]
             ring.set_cost(at, node.costs * (length / layers))
             scopes = [(at, i * size + b) if a < 0 else (i * size + a, at) for i in range(length)]
@@ -246,7 +266,7 @@ class _Chain:
         """The potential that an end has in the layers where this edge comes from, or leads to, another layer."""
         labels = edge.v_labels if end else edge.u_labels
         for position, edges in self.between.items():
-            other = self.program.edges[edges[0]]
+            other = self._usual(edges)
             if position[1 + end] == place and np.array_equal(labels, other.v_labels if end else other.u_labels):
                 here = {int(self.layer[self.program.edges[e].v if end else self.program.edges[e].u]) for e in edges}
                 if int(self.layer[edge.v if end else edge.u]) not in here:
@@ -266,26 +286,28 @@ class _Chain:
             net.add(factor_of(program.edges[e], (program.edges[e].u, program.edges[e].v)))
         return net
 
-    def _sum(self, rest: Net, added: Sequence[list[tuple[int, np.ndarray, np.ndarray]]]) -> ChainBound | None:
+    def _sum(
+        self, rest: Net, added: Sequence[list[tuple[int, np.ndarray, np.ndarray]]], began: float
+    ) -> ChainBound:
         choices = np.zeros(len(self.program.nodes), np.int64)
-        solved: dict[tuple[object, ...], tuple[float, np.ndarray | None]] = {}
+        solved: dict[tuple[object, ...], tuple[float, np.ndarray]] = {}
         bounds: list[float] = []
-        of_layer, of_rest = ENOUGH[0] * self.cost / len(added), ENOUGH[1] * self.cost
+        cost = self.program.cost(self.known)
+        of_layer, of_rest = ENOUGH[0] * cost / len(added), ENOUGH[1] * cost
         for layer, own in enumerate(added):
-            key = tuple(sorted((x, labels.tobytes(), seconds.tobytes()) for x, labels, seconds in own))
+            group = int(self.group[layer])
+            key = group, *sorted((x, labels.tobytes(), seconds.tobytes()) for x, labels, seconds in own)
             if key not in solved:
-                net = self.piece.copy()
+                net = self.pieces[group].copy()
                 for x, labels, seconds in own:
                     net.add_cost(x, seconds[labels[net.alive[x]]])
-                solved[key] = minimum(net, self.deadline, of_layer)
+                solved[key] = minimum(net, self.known[self.nodes[layer]], self.deadline, of_layer)
             bound, found = solved[key]
-            if found is None:
-                return None
             bounds.append(bound)
-            choices[self.copies.nodes[layer]] = found
-        bound, found = minimum(rest, self.deadline, of_rest)
-        if found is None:
-            return None
+            choices[self.nodes[layer]] = found
+        now = time.monotonic()
+        seconds = max(REST_SECONDS, REST_TIMES * (now - began))
+        bound, found = minimum(rest, self.known, min(self.deadline, now + seconds), of_rest)
         outside = self.layer < 0
         choices[outside] = found[outside]
         return ChainBound(math.fsum([*bounds, bound]), choices, len(bounds), len(solved))

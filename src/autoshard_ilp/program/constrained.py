@@ -193,6 +193,7 @@ class Constrained:
             fresh = part.run()
             net = part.net
             self.prices = {r.time: float(p) for r, p in zip(self.rows, part.prices, strict=True)}
+            search.report["prices"] = self.prices
             seconds = time.monotonic() - since
             entry.update({f"{name}_seconds": seconds, f"{name}_bound": part.bound, f"{name}_upper": search.upper})
             if fresh or self.stop():

@@ -43,10 +43,14 @@ class Copies:
     Attributes:
         nodes: node numbers, (copies, nodes of one).
         edges: numbers of the edges within, (copies, edges of one).
+        layers: which layer each copy is.
+        chain: number of the chain of layers; those of several groups may be of one chain.
     """
 
     nodes: np.ndarray
     edges: np.ndarray
+    layers: np.ndarray
+    chain: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +65,14 @@ class _Links:
 
 
 def copies_in(program: Program, alike: Alike) -> list[Copies]:
-    """Equal pieces, each as large as the layers allow, whose copies are disjoint.
+    """Equal pieces, each as large as the layers allow, all disjoint.
 
     Args:
         program: arrays that are the same for two nodes, or two edges, are the same object.
         alike: its kinds.
 
     Returns:
-        Groups of two copies or more; empty where nothing repeats.
+        Groups of equal layers; a chain has two layers or more. Empty where nothing repeats.
     """
     u, v = (np.array([getattr(e, end) for e in program.edges], np.int64) for end in ("u", "v"))
     if not len(u):
@@ -76,7 +80,7 @@ def copies_in(program: Program, alike: Alike) -> list[Copies]:
     kinds, links, number = _with_constant_steps(alike, u, v)
     part, layer = _layers(program, kinds, links, number, u, v)
     piece = _pieces(kinds, part, layer)  # per node; -1: none
-    return _grouped(program, kinds, alike.edges, piece, u, v)
+    return _grouped(program, kinds, alike.edges, piece, part, u, v)
 
 
 def _numbers(kinds: np.ndarray, backward: np.ndarray) -> np.ndarray:
@@ -184,7 +188,13 @@ def _pieces(kinds: np.ndarray, part: np.ndarray, layer: np.ndarray) -> np.ndarra
 
 
 def _grouped(
-    program: Program, kinds: np.ndarray, edge_kinds: np.ndarray, piece: np.ndarray, u: np.ndarray, v: np.ndarray
+    program: Program,
+    kinds: np.ndarray,
+    edge_kinds: np.ndarray,
+    piece: np.ndarray,
+    part: np.ndarray,
+    u: np.ndarray,
+    v: np.ndarray,
 ) -> list[Copies]:
     """Pieces with equal costs and tables together."""
     nodes = np.lexsort((kinds, piece))
@@ -192,19 +202,23 @@ def _grouped(
     within = np.flatnonzero((piece[u] >= 0) & (piece[u] == piece[v]))
     within = within[np.lexsort((kinds[v[within]], kinds[u[within]], edge_kinds[within], piece[u[within]]))]
     edges_of = dict(_runs(piece[u[within]], within))
-    groups: dict[tuple[object, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
+    groups: dict[tuple[object, ...], list[tuple[int, np.ndarray, np.ndarray]]] = {}
     local = np.zeros(len(kinds), np.int64)
     for at, mine in _runs(piece[nodes], nodes):
         local[mine] = np.arange(len(mine))
         inner = edges_of.get(at, np.zeros(0, np.int64))
         key = (
+            int(part[mine[0]]),
             *(id(program.nodes[x].costs) for x in mine.tolist()),
             None,
             *((id(program.edges[e].table), local[u[e]], local[v[e]]) for e in inner.tolist()),
         )
-        groups.setdefault(key, []).append((mine, inner))
-    several = [group for group in groups.values() if len(group) > 1]
-    return [Copies(np.stack([n for n, _ in group]), np.stack([e for _, e in group])) for group in several]
+        groups.setdefault(key, []).append((at, mine, inner))
+    found = []
+    for key, group in groups.items():
+        layers, members, edges = zip(*group, strict=True)
+        found.append(Copies(np.stack(members), np.stack(edges), np.array(layers, np.int64), int(key[0])))  # type: ignore[call-overload]
+    return found
 
 
 def _runs(values: np.ndarray, items: np.ndarray) -> list[tuple[int, np.ndarray]]:

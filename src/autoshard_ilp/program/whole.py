@@ -57,7 +57,7 @@ def solve_repeated(
         repeated = copies_in(program, alike)
         since = time.monotonic()
         part = since + BOUND_PART * (search.deadline - since)
-        chain = chain_bound(program, alike.edges, repeated, search.upper, part)
+        chain = chain_bound(program, alike.edges, repeated, known, part)
         if chain is not None:
             search.report["chain"] = {"layers": chain.layers, "solved": chain.solved, "bound": chain.lower_bound}
             search.prove(chain.lower_bound)
