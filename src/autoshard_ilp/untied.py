@@ -17,10 +17,10 @@ from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 
 LEAST_SECONDS = 1.0
-"""In less time nothing is shown."""
+"""In less time nothing is shown ..."""
 
 TIMES = 2.0
-"""The same, of what solving the tied program took: this one is larger."""
+"""... nor in less than so many times what pricing the step took."""
 
 SAME = 1e-9
 """Relative: a plan that is faster by less is as fast."""
@@ -29,38 +29,43 @@ SAME = 1e-9
 def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
     """The plan with the bound of the step whose repeated layers decide for themselves, or a faster plan of that step.
 
+    The plan's status stays what it is, that of the program with shared decisions; bound and gap are those of all plans.
+
     Args:
-        plan: with its trail. Where nothing is tied, or memory binds, it is returned as it is.
+        plan: with its trail. Where nothing is tied, or no time is left, it is returned as it is.
         progress: shows the stage.
         seconds: that the solver may take.
     """
     from autoshard_ilp.costs.apart import apart, parted, repeats
-    from autoshard_ilp.program.whole import solve_repeated
+    from autoshard_ilp.program.whole import CELLS, solve_repeated
 
     trail = plan.trail
-    if trail is None or trail.solution.status != "optimal" or not repeats(trail.costs) or _binds(trail.solution):
+    if trail is None or not repeats(trail.costs) or trail.solution.report.get("interrupted"):
         return plan
-    if seconds < max(LEAST_SECONDS, TIMES * trail.solution.seconds):
+    pricing = plan.timings.get("strategies", 0.0) + plan.timings.get("costs", 0.0)
+    if seconds < max(LEAST_SECONDS, TIMES * pricing):
         return plan
     began = time.monotonic()
+    solution, binds = trail.solution, bool(trail.solution.report.get("rows"))
     with progress.stage("proof"), collector_paused():
-        step = apart(trail.costs, replace(trail.built, program=trail.program), plan.objective)
+        built = replace(trail.built, program=trail.program)
+        step = apart(trail.costs, built, plan.objective, solution.report.get("prices") if binds else None)
+        known = solution.choices[step.classes]
         options = within(trail.request.solver, seconds - (time.monotonic() - began))
-        known = trail.solution.choices[step.classes]
-        found = solve_repeated(step.program, step.alike, known, options, on_progress=progress.tell)
-        if found.objective < (1 - SAME) * trail.solution.objective:
+        most_cells = 0 if binds or solution.status != "optimal" else CELLS  # prices give a bound, no plan
+        found = solve_repeated(
+            step.program, step.alike, known, options, most_cells=most_cells, on_progress=progress.tell
+        )
+        if found.report.get("interrupted") or not {"chain", "descent"} & set(found.report):
+            return plan  # nothing is known but what was known before
+        if not binds and found.choices is not None and found.objective < (1 - SAME) * solution.objective:
             table, choices = parted(trail.costs, step, found.choices)
             faster = _faster(plan, table, choices, found, progress)
             if faster is not None:
                 return faster
-    bound = min(found.lower_bound, plan.lower_bound)
+    bound = min(found.lower_bound + step.offset, plan.lower_bound)
     timings = {**plan.timings, "proof": time.monotonic() - began}
     return _told(replace(plan, lower_bound=bound, timings=timings), trail.costs)
-
-
-def _binds(solution: Any) -> bool:
-    """Whether the fastest plan did not fit."""
-    return bool(solution.report.get("rows"))
 
 
 def _faster(plan: Plan, table: Any, choices: Any, found: Any, progress: Progress) -> Plan | None:
@@ -87,14 +92,15 @@ def _faster(plan: Plan, table: Any, choices: Any, found: Any, progress: Progress
 
 
 def _told(plan: Plan, table: Any) -> Plan:
-    """Gap, status and notes that agree with the bound."""
-    total = plan.trail.solution.objective if plan.trail is not None else plan.cost.total_s
+    """Gap and notes that agree with the bound."""
+    assert plan.trail is not None
+    total = plan.trail.solution.objective
     gap = max(0.0, (total - plan.lower_bound) / total) if total > 0 else 0.0
     proved = gap <= SAME
     what = "no plan is faster" if proved else f"a plan may be faster, by {percent(gap)} of the step at most"
     note = f"Repeated layers {shared(table)}; were each to decide for itself, {what}."
     notes = tuple(note if n == tied_note(table) else n for n in plan.notes)
-    return replace(plan, status="optimal" if proved else "feasible", gap=0.0 if proved else gap, notes=notes)
+    return replace(plan, gap=0.0 if proved else gap, notes=notes)
 
 
 def percent(share: float) -> str:

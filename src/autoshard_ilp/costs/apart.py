@@ -199,8 +199,8 @@ def parted(table: CostTable, step: Apart, choices: np.ndarray) -> tuple[CostTabl
         uses: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for use, producer in zip(flow.uses, _producers(table, flow), strict=True):
             uses.setdefault((int(class_of[producer]), int(class_of[use[0]])), []).append(use)
-        for (u, v), mine in uses.items():
-            count = flow.count if len(uses) == 1 else sum(executions(graph, *use) for use in mine)
-            flows.append(replace(flow, u=u, v=v, count=count, uses=tuple(mine)))
+        for (u, v), own in uses.items():
+            count = flow.count if len(uses) == 1 else sum(executions(graph, *use) for use in own)
+            flows.append(replace(flow, u=u, v=v, count=count, uses=tuple(own)))
     parts = replace(table, classes=tuple(classes), class_of=class_of, flows=tuple(flows))
     return parts, np.array(chosen, np.int64)

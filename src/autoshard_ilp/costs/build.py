@@ -36,6 +36,10 @@ SMALL_BYTES = 1024
 """Tensors smaller than this, whole, are left out of the memory account."""
 
 
+Span = tuple[int, int, str, tuple[str, int]]
+"""Start and end of a lifetime, its category, its label with the operation."""
+
+
 @dataclass(frozen=True, eq=False)
 class Built:
     """A program with what its lifetimes stand for.
@@ -256,7 +260,7 @@ def _hold_results(
     graph, buffers, sizes = table.graph, table.buffers, table.axis_sizes
     representative = graph.ops[cls.members[0]]
 
-    def hold(held: np.ndarray, starts_ends: list[tuple[int, int, str, tuple[str, int]]], read: Sequence[int] = ()) -> None:
+    def hold(held: np.ndarray, starts_ends: Sequence[Span], read: Sequence[int] = ()) -> None:
         if not held.any():
             return
         if index not in node_bytes or np.array_equal(node_bytes[index], held):
@@ -304,10 +308,8 @@ def _hold_results(
         parts = [s.partial if s.resolutions else None for s in cls.strategies]
         waiting = account.bytes_of(table, tensor.id, tensor.itemsize, parts)
         ends = [(m, account.reduced.get(graph.ops[m].outputs[0], 0)) for m in cls.members]
-        hold(
-            waiting,
-            [(t + 1, end + 1, "gradients", (graph.ops[m].scope, m)) for m, end in ends if end > (t := int(buffers.time[m]))],
-        )
+        late = [(int(buffers.time[m]), end, m) for m, end in ends if end > buffers.time[m]]
+        hold(waiting, [(t + 1, end + 1, "gradients", (graph.ops[m].scope, m)) for t, end, m in late])
     for m in cls.members:
         if m in account.given:
             numbers = graph.ops[m].params["dimension_numbers"].lhs_spec

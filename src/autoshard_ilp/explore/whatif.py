@@ -110,6 +110,7 @@ class _Attempt:
 def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress) -> Plan:
     """The plan under new options, with as little rematerialisation as fits."""
     from autoshard_ilp.anyplan import any_plan
+    from autoshard_ilp.attempt import tied_note
     from autoshard_ilp.planning import Expected, needed_share, with_history
     from autoshard_ilp.rematsearch import blocks_of, memory_share, recomputed_share, search
 
@@ -119,7 +120,8 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         own = problem_of(plan)
         program = replace(own.program, capacity=request.capacity)
         made = plan_of(replace(own, request=request, program=program), plan.trail.solution, progress, plan)
-        made = replace(made, notes=tuple(dict.fromkeys((*plan.notes, *made.notes))))
+        said = (*plan.notes, *(n for n in made.notes if n != tied_note(own.table)))  # what was proved holds here too
+        made = replace(made, lower_bound=plan.lower_bound, gap=plan.gap, notes=tuple(dict.fromkeys(said)))
         return with_history(made, policies, plan.trail.failures)
 
     expected = Expected(policies)

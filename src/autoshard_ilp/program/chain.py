@@ -1,10 +1,10 @@
 """A lower bound for a chain of equal layers that takes no longer for more of them.
 
-Edges between two layers are taken apart: ``C[a, b] >= p[a] + q[b]`` for potentials p and q, which are added to the costs
-at either end instead. Then nothing connects the layers any more, and each has its own minimum; so has what is around
-them. The sum of the minima is a lower bound, whatever the potentials are (a Lagrangian decomposition). With the same q
-for all layers, p follows from q and the edge's table, so equal layers stay equal: one of them is solved, exactly, and
-its minimum counts as often as there are layers.
+Edges between two layers are taken apart: ``C[a, b] >= p[a] + q[b]`` for potentials p and q, which are added to the
+costs at either end instead. Then nothing connects the layers any more, and each has its own minimum; so has what is
+around them. The sum of the minima is a lower bound, whatever the potentials are (a Lagrangian decomposition). With the
+same q for all layers, p follows from q and the edge's table, so equal layers stay equal: one of them is solved,
+exactly, and its minimum counts as often as there are layers.
 
 Good potentials are those of a ring, where no layer is the first: the messages between a few layers in a circle
 (:mod:`autoshard_ilp.program.bounds`), averaged over the circle. Since a layer is solved exactly, the bound may be far
@@ -208,7 +208,7 @@ class _Chain:
     # -- potentials --------------------------------------------------------------------------------------------------
 
     def _ring(self) -> tuple[dict[Position, np.ndarray], dict[tuple[int, int, int], np.ndarray]]:
-        """Potentials of second ends between layers, and of the layer's end of edges that all layers have to one node."""
+        """Potentials of second ends between layers, and of the layer's end of edges from all layers to one node."""
         (layers, size), piece = self.nodes.shape, self.pieces[self.main]
         length = 1 + max([1, *(abs(step) for _, _, _, step in self.between)])
         hubs = {key: edges for key, edges in self.around.items() if len(edges) == layers and self._one_node(key, edges)}
@@ -286,9 +286,7 @@ class _Chain:
             net.add(factor_of(program.edges[e], (program.edges[e].u, program.edges[e].v)))
         return net
 
-    def _sum(
-        self, rest: Net, added: Sequence[list[tuple[int, np.ndarray, np.ndarray]]], began: float
-    ) -> ChainBound:
+    def _sum(self, rest: Net, added: Sequence[list[tuple[int, np.ndarray, np.ndarray]]], began: float) -> ChainBound:
         choices = np.zeros(len(self.program.nodes), np.int64)
         solved: dict[tuple[object, ...], tuple[float, np.ndarray]] = {}
         bounds: list[float] = []
@@ -296,7 +294,10 @@ class _Chain:
         of_layer, of_rest = ENOUGH[0] * cost / len(added), ENOUGH[1] * cost
         for layer, own in enumerate(added):
             group = int(self.group[layer])
-            key = group, *sorted((x, labels.tobytes(), seconds.tobytes()) for x, labels, seconds in own)
+            key: tuple[object, ...] = (
+                group,
+                *sorted((x, labels.tobytes(), seconds.tobytes()) for x, labels, seconds in own),
+            )
             if key not in solved:
                 net = self.pieces[group].copy()
                 for x, labels, seconds in own:
@@ -306,8 +307,8 @@ class _Chain:
             bounds.append(bound)
             choices[self.nodes[layer]] = found
         now = time.monotonic()
-        seconds = max(REST_SECONDS, REST_TIMES * (now - began))
-        bound, found = minimum(rest, self.known, min(self.deadline, now + seconds), of_rest)
+        limit = now + max(REST_SECONDS, REST_TIMES * (now - began))
+        bound, found = minimum(rest, self.known, min(self.deadline, limit), of_rest)
         outside = self.layer < 0
         choices[outside] = found[outside]
         return ChainBound(math.fsum([*bounds, bound]), choices, len(bounds), len(solved))

@@ -202,22 +202,21 @@ def _grouped(
     within = np.flatnonzero((piece[u] >= 0) & (piece[u] == piece[v]))
     within = within[np.lexsort((kinds[v[within]], kinds[u[within]], edge_kinds[within], piece[u[within]]))]
     edges_of = dict(_runs(piece[u[within]], within))
-    groups: dict[tuple[object, ...], list[tuple[int, np.ndarray, np.ndarray]]] = {}
+    groups: dict[tuple[int, tuple[object, ...]], list[tuple[int, np.ndarray, np.ndarray]]] = {}
     local = np.zeros(len(kinds), np.int64)
     for at, mine in _runs(piece[nodes], nodes):
         local[mine] = np.arange(len(mine))
         inner = edges_of.get(at, np.zeros(0, np.int64))
-        key = (
-            int(part[mine[0]]),
+        key: tuple[object, ...] = (
             *(id(program.nodes[x].costs) for x in mine.tolist()),
             None,
             *((id(program.edges[e].table), local[u[e]], local[v[e]]) for e in inner.tolist()),
         )
-        groups.setdefault(key, []).append((at, mine, inner))
+        groups.setdefault((int(part[mine[0]]), key), []).append((at, mine, inner))
     found = []
-    for key, group in groups.items():
+    for (chain, _), group in groups.items():
         layers, members, edges = zip(*group, strict=True)
-        found.append(Copies(np.stack(members), np.stack(edges), np.array(layers, np.int64), int(key[0])))  # type: ignore[call-overload]
+        found.append(Copies(np.stack(members), np.stack(edges), np.array(layers, np.int64), chain))
     return found
 
 

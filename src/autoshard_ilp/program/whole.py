@@ -14,7 +14,7 @@ import numpy as np
 from autoshard_ilp.program.chain import chain_bound
 from autoshard_ilp.program.compiled import load_kernels
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, Net
+from autoshard_ilp.program.net import EmptyNodeError
 from autoshard_ilp.program.repeats import Alike, copies_in
 from autoshard_ilp.program.search import Search
 from autoshard_ilp.program.solve import descend
