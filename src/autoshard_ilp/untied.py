@@ -10,6 +10,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from autoshard_ilp.attempt import assemble, build, shared, tied_note
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.halving import within
@@ -21,6 +23,15 @@ LEAST_SECONDS = 1.0
 
 TIMES = 2.0
 """... nor in less than so many times what pricing the step took."""
+
+CLOSE = 1e-4
+"""Relative gap that memory's prices may leave, where the step without ties is small enough to be solved ..."""
+
+NODES = 6000
+"""... which is, of so many operations at most ..."""
+
+PART = 0.5
+"""... in this part of the time left."""
 
 SAME = 1e-9
 """Relative: a plan that is faster by less is as fast."""
@@ -53,19 +64,49 @@ def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
         known = solution.choices[step.classes]
         options = within(trail.request.solver, seconds - (time.monotonic() - began))
         most_cells = 0 if binds or solution.status != "optimal" else CELLS  # prices give a bound, no plan
-        found = solve_repeated(
+        found: Any = solve_repeated(
             step.program, step.alike, known, options, most_cells=most_cells, on_progress=progress.tell
         )
         if found.report.get("interrupted") or not {"chain", "descent"} & set(found.report):
             return plan  # nothing is known but what was known before
-        if not binds and found.choices is not None and found.objective < (1 - SAME) * solution.objective:
+        bound = min(found.lower_bound + step.offset, plan.lower_bound)
+        open_gap = solution.objective - bound > CLOSE * solution.objective
+        if binds and solution.status == "optimal" and open_gap and len(step.op_ids) <= NODES:
+            left = PART * (seconds - (time.monotonic() - began))
+            found = _with_memory(plan, step, known, bound, left, progress)
+            bound = max(bound, min(found.lower_bound, plan.lower_bound))
+        elif binds:
+            found = None  # its choices are those of prices
+        if found is not None and found.choices is not None and found.objective < (1 - SAME) * solution.objective:
             table, choices = parted(trail.costs, step, found.choices)
             faster = _faster(plan, table, choices, found, progress)
             if faster is not None:
-                return faster
-    bound = min(found.lower_bound + step.offset, plan.lower_bound)
+                return replace(faster, timings={**faster.timings, "proof": time.monotonic() - began})
     timings = {**plan.timings, "proof": time.monotonic() - began}
     return _told(replace(plan, lower_bound=bound, timings=timings), trail.costs)
+
+
+def _with_memory(plan: Plan, step: Any, known: Any, bound: float, seconds: float, progress: Progress) -> Any:
+    """The step without ties, solved under its memory budget: its solution, a strategy per operation."""
+    from autoshard_ilp.costs.apart import parted
+    from autoshard_ilp.program import solve
+
+    trail = plan.trail
+    assert trail is not None
+    table, numbers = parted(trail.costs, step, np.arange(len(known)))  # every operation chooses differently
+    program = build(plan.executable, trail.infos, table, trail.request).program  # type: ignore[arg-type]
+    nodes = []
+    for node, number in zip(program.nodes, numbers.tolist(), strict=True):
+        forbidden = np.isinf(step.program.nodes[number].costs)
+        nodes.append(replace(node, costs=np.where(forbidden, np.inf, node.costs)))
+    options = within(trail.request.solver, seconds)
+    program = replace(program, nodes=tuple(nodes))
+    found = solve(program, options, hint=known[numbers], proved=bound, on_progress=progress.tell)
+    if found.choices is None:
+        return found
+    choices = np.empty(len(known), np.int64)
+    choices[numbers] = found.choices
+    return replace(found, choices=choices)
 
 
 def _faster(plan: Plan, table: Any, choices: Any, found: Any, progress: Progress) -> Plan | None:

@@ -1,0 +1,165 @@
+"""The plan against the step whose repeated layers decide for themselves."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from tests import zoo
+
+import autoshard_ilp as autoshard
+from autoshard_ilp import planning, untied
+from autoshard_ilp.costs.apart import apart, parted, repeats
+from autoshard_ilp.costs.build import build_program
+from autoshard_ilp.plan import Plan
+from autoshard_ilp.progress import Progress
+from autoshard_ilp.units import parse_bytes
+
+MESH = {"data": 2, "model": 4}
+OPTIONS: dict[str, Any] = {"hardware": "h100", "batch_size": 64, "progress": False}
+
+
+def deep(depth: int = 8, width: int = 2048) -> keras.Model:
+    """Blocks of two dense layers around a residual stream."""
+    x = inputs = keras.Input((width,), name="x")
+    for i in range(depth):
+        y = layers.Dense(4 * width, activation="relu", name=f"up_{i}")(x)
+        x = layers.Add(name=f"add_{i}")([x, layers.Dense(width, name=f"down_{i}")(y)])
+    model = keras.Model(inputs, layers.Dense(64, name="head")(x))
+    model.compile(keras.optimizers.Adam(), "mse")
+    return model
+
+
+@pytest.fixture
+def tied_only(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plans of shared decisions as the search leaves them."""
+
+    def optimize(*args: Any, **options: Any) -> Plan:
+        with monkeypatch.context() as patch:
+            patch.setattr(planning, "without_ties", lambda plan, progress, seconds: plan)
+            return autoshard.optimize(*args, **options)
+
+    return optimize
+
+
+@functools.cache
+def free(depth: int, budget: str | None) -> Plan:
+    """The plan of the step without ties."""
+    solver = autoshard.SolverOptions(fold_layers=False, time_limit=120)
+    return autoshard.optimize(deep(depth), MESH, memory_budget=budget, remat="never", solver=solver, **OPTIONS)
+
+
+@pytest.mark.parametrize("budget", [None, "600MB", "450MB"])
+def test_the_bound_is_below_every_plan_without_ties(budget: str | None) -> None:
+    plan = autoshard.optimize(deep(), MESH, memory_budget=budget, remat="never", **OPTIONS)
+    best = free(8, budget)
+    assert plan.lower_bound <= best.cost.total_s * (1 + 1e-9)
+    assert plan.gap == pytest.approx(1 - plan.lower_bound / plan.cost.total_s, abs=1e-8)
+    if budget is not None:
+        assert plan.memory.peak_bytes <= parse_bytes(budget, "memory_budget")
+    assert any("decide for" in note for note in plan.notes)
+    assert not any("proved for that problem" in note for note in plan.notes)
+    assert "proof" in plan.timings
+
+
+def test_a_program_without_ties_costs_the_same_for_the_same_choices(tied_only: Any) -> None:
+    for budget in (None, "600MB"):
+        trail = tied_only(deep(), MESH, memory_budget=budget, remat="never", **OPTIONS).trail
+        step = apart(trail.costs, trail.built, "step_time")
+        assert repeats(trail.costs) and step.offset == 0.0
+        choices = trail.solution.choices[step.classes]
+        assert step.program.cost(choices) == pytest.approx(trail.solution.objective, rel=1e-12)
+        assert len(step.op_ids) == sum(len(c.members) for c in trail.costs.classes)
+
+
+def test_prices_count_every_byte_of_what_is_held(tied_only: Any) -> None:
+    trail = tied_only(deep(), MESH, memory_budget="600MB", remat="never", **OPTIONS).trail
+    choices = trail.solution.choices
+    usage = trail.program.usage_over_time(choices)
+    times = {int(np.argmax(usage)): 1e-12, len(usage) // 3: 2e-12}
+    step = apart(trail.costs, trail.built, "step_time", times)
+    priced = step.program.cost(choices[step.classes]) + step.offset
+    excess = sum(p * (int(usage[t]) - trail.program.capacity) for t, p in times.items())
+    # Copies from one layer to the next are left out, so that it may be less.
+    assert priced <= trail.solution.objective + excess + 1e-12
+    assert priced >= trail.solution.objective + excess - 1e-12 * 0.02 * trail.program.capacity
+
+
+def test_classes_are_parted_where_members_choose_differently(tied_only: Any) -> None:
+    plan = tied_only(deep(), MESH, remat="never", **OPTIONS)
+    trail = plan.trail
+    step = apart(trail.costs, trail.built, "step_time")
+    choices = trail.solution.choices[step.classes]
+    rng, parts = np.random.default_rng(0), 0
+    for v in rng.permutation(len(choices)):
+        for s in range(len(step.program.nodes[v].costs)):
+            other = choices.copy()
+            other[v] = s
+            if (
+                s != choices[v]
+                and (step.classes == step.classes[v]).sum() > 1
+                and np.isfinite(step.program.cost(other))
+            ):
+                choices, parts = other, parts + 1
+                break
+        if parts == 5:
+            break
+    assert parts == 5
+    table, chosen = parted(trail.costs, step, choices)
+    assert len(table.classes) > len(trail.costs.classes)
+    program = build_program(table, {}, capacity=None).program
+    assert program.cost(chosen) == pytest.approx(step.program.cost(choices), rel=1e-12)
+    for op_id, strategy in zip(step.op_ids.tolist(), choices.tolist(), strict=True):
+        assert chosen[table.class_of[op_id]] == strategy
+
+
+def test_a_faster_plan_without_ties_is_taken(tied_only: Any) -> None:
+    """Where layers were held to decisions that are not the best, they get their own."""
+    plan = tied_only(deep(4), MESH, remat="never", **OPTIONS)
+    trail = plan.trail
+    step = apart(trail.costs, trail.built, "step_time")
+    known = trail.solution.choices[step.classes]
+    # What the plan decides is forbidden to the classes of most members, so that the tied optimum is dearer.
+    costs = [n.costs.copy() for n in trail.program.nodes]
+    tried = 0
+    for index, cls in enumerate(trail.costs.classes):
+        if len(cls.members) > 1 and len(costs[index]) > 2 and tried < 3:
+            costs[index][known[step.classes == index][0]] = np.inf
+            tried += 1
+    program = replace(
+        trail.program, nodes=tuple(replace(n, costs=c) for n, c in zip(trail.program.nodes, costs, strict=True))
+    )
+    assert not np.isfinite(program.cost(trail.solution.choices)), "what is forbidden stays so without ties"
+    apart_again = apart(trail.costs, replace(trail.built, program=program), "step_time")
+    assert not np.isfinite(apart_again.program.cost(known))
+    worse = untied._faster(plan, *parted(trail.costs, step, known), trail.solution, Progress(False))
+    assert worse is not None
+    assert worse.cost.total_s == pytest.approx(plan.cost.total_s, rel=1e-9)
+    assert worse.specs == plan.specs
+
+
+def test_without_time_or_ties_the_plan_stays(tied_only: Any) -> None:
+    plan = tied_only(deep(4), MESH, remat="never", **OPTIONS)
+    assert untied.without_ties(plan, Progress(False), 0.0) is plan
+    single = autoshard.optimize(zoo.mlp(), {"data": 2}, hardware="h100", batch_size=8, progress=False)
+    assert untied.without_ties(single, Progress(False), 60.0) is single or "proof" in single.timings
+
+
+def test_an_interrupt_keeps_the_plan(tied_only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tied_only(deep(4), MESH, remat="never", **OPTIONS)
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autoshard_ilp.program.whole.chain_bound", interrupted)
+    assert untied.without_ties(plan, Progress(False), 60.0) is plan
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.0123, "1.2%"), (8.4e-5, "0.0084%"), (1.26e-5, "0.0013%")])
+def test_small_shares_are_readable(share: float, text: str) -> None:
+    assert untied.percent(share) == text
