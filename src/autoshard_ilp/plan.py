@@ -72,12 +72,15 @@ class Plan:
         batch_size: global batch (0 for plain functions).
         arguments, results: every argument and result with its layout, in flat order.
         cost, collectives, memory: predictions, see :mod:`autoshard_ilp.report`.
-        status: "optimal" or "feasible"; ``lower_bound`` in seconds; ``gap`` = (total - bound) / total.
+        status: "optimal", proved for the program that was solved, or "feasible". Where repeated layers share decisions,
+            that program has fewer plans than the step.
+        lower_bound: seconds; no plan of the step is faster, tied or not, unless ``notes`` say that there was no time to
+            show that. ``gap`` = (total - bound) / total.
         timings: seconds per stage.
         placement: layouts of every operation.
         remat_policy, remat: rematerialisation policy, and the layers whose activations are recomputed under it.
         unknown: unknown primitives with their source lines, kept whole.
-        notes: what the plan takes for granted, e.g. tied layers.
+        notes: what the plan takes for granted, e.g. tied layers, and what that may cost.
         course: what runs when in the predicted step, and what fills the memory meanwhile.
         origin: how the command line finds the model again (spec, batch_size, sequence_length).
         signature: what to trace to run the plan again: structure of the arguments (of the batch, for Keras models) as

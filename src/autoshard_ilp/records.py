@@ -253,7 +253,10 @@ def contributors(plan: Any, limit: int = MAX_CONTRIBUTORS) -> list[tuple[str, in
 def proof_lines(plan: Any) -> list[str]:
     """Status, bound and gap; what is recomputed; notes; what has no rule; seconds of planning."""
     bound = format_seconds(plan.lower_bound) if math.isfinite(plan.lower_bound) else "none"
-    lines = [f"{plan.status}: total {format_seconds(plan.cost.total_s)}, lower bound {bound}, gap {plan.gap:.2%}"]
+    among = " among plans with these ties" if plan.status == "optimal" and plan.gap > 0 else ""
+    lines = [
+        f"{plan.status}{among}: total {format_seconds(plan.cost.total_s)}, lower bound {bound}, gap {plan.gap:.2%}"
+    ]
     if plan.remat:
         where = f"policy {plan.remat_policy!r}; plan.remat names the {len(plan.remat)} layers"
         lines.append(f"activations are recomputed in the backward pass ({where})")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.errors import PlanMismatchError, ProfileError
-from autoshard_ilp.explore.again import Known, problem_of, reprice, solved
+from autoshard_ilp.explore.again import Known, Problem, problem_of, reprice, solved
 from autoshard_ilp.plan import Plan, Trail
 from autoshard_ilp.progress import Progress
 
@@ -30,8 +30,11 @@ def priced_again(plan: Plan, progress: Any = None) -> Plan:
     infos = plan.executable.traced or _Infos(plan)  # type: ignore[union-attr]
     with Progress(progress).running() as shown:
         problem = reprice(plan.executable, infos, request, shown, bool(plan.origin.get("halved")))
-        choices = _choices(problem, plan)
-        known = Known() if choices is None else Known((choices,), _bound(problem, choices, plan))
+        found = _as_planned(problem, plan)
+        known = Known()
+        if found is not None:
+            problem, choices = found
+            known = Known((choices,), _bound(problem, choices, plan))
         solution = solved(problem, shown, known)
     trail = Trail(
         getattr(infos, "closed_jaxpr", None), problem.step.graph, problem.table, problem.program, problem.built,
@@ -76,19 +79,35 @@ def _pins(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def _choices(problem: Any, plan: Plan) -> np.ndarray | None:
-    """The strategy of every class that the plan's layouts stand for; None where the cost model has changed."""
+def _as_planned(problem: Problem, plan: Plan) -> tuple[Problem, np.ndarray] | None:
+    """The strategy of every class that the plan's layouts stand for; None where the cost model has changed.
+
+    Classes whose members the plan lays out differently are parted.
+    """
+    from autoshard_ilp.attempt import build
+    from autoshard_ilp.costs.apart import apart, parted
+
+    step = apart(problem.table, problem.built, plan.objective)
     chosen = []
-    for cls in problem.table.classes:
-        wanted = plan.placement.of(cls.members[0])
-        layouts = [(s.operands, s.results) for s in cls.strategies]
-        if wanted not in layouts:
+    numbers: dict[int, dict[Any, int]] = {}
+    for index, op_id in zip(step.classes.tolist(), step.op_ids.tolist(), strict=True):
+        if index not in numbers:
+            strategies = problem.table.classes[index].strategies
+            numbers[index] = {(s.operands, s.results): i for i, s in enumerate(strategies)}
+        wanted = plan.placement.of(op_id)
+        if wanted not in numbers[index]:
             return None
-        chosen.append(layouts.index(wanted))
-    return np.array(chosen, np.int64)
+        chosen.append(numbers[index][wanted])
+    table, choices = parted(problem.table, step, np.array(chosen, np.int64))
+    if len(table.classes) == len(problem.table.classes):
+        return problem, choices
+    built = build(problem.step, problem.infos, table, problem.request)
+    return replace(problem, table=table, built=built, program=built.program), choices
 
 
 def _bound(problem: Any, choices: np.ndarray, plan: Plan) -> float:
-    """The plan's own bound, where its cost is still what it was."""
-    same = abs(problem.program.cost(choices) - plan.cost.total_s) <= 1e-6 * plan.cost.total_s
-    return plan.lower_bound if same and plan.objective == "step_time" else -np.inf
+    """What the plan proves of its program, where its cost is still what it was: an optimal one is its own bound."""
+    cost = problem.program.cost(choices)
+    if abs(cost - plan.cost.total_s) > 1e-6 * plan.cost.total_s or plan.objective != "step_time":
+        return -np.inf
+    return cost if plan.status == "optimal" else plan.lower_bound
