@@ -10,7 +10,7 @@ from typing import Any
 
 from autoshard_ilp.plots import base, colours
 
-STAGES = ("trace", "graph", "strategies", "costs", "presolve", "solve")
+STAGES = ("trace", "graph", "strategies", "costs", "presolve", "solve", "proof")
 _NUMBER = re.compile(r"^-?[\d,]*\.?\d+(?:e-?\d+)?")
 
 

@@ -13,7 +13,7 @@ import time
 from cases import CASES, SMOKE, SPEED
 from common import Row, Timed, import_everything, machine, peak_process_bytes, table
 
-STAGES = ("trace", "graph", "strategies", "costs", "presolve", "solve")
+STAGES = ("trace", "graph", "strategies", "costs", "presolve", "solve", "proof")
 COLUMNS = {
     "case": "",
     "mesh": "",

@@ -54,7 +54,8 @@ def test_a_layer_among_equal_ones_is_explained_alone():
     assert one.paths == ("up_3/kernel",) and "decide for themselves" in one.notes[0]
     other = next(a for a in one.alternatives if not a.chosen)
     pinned = autoshard.optimize(deep, mesh, pins={"up_3/kernel$": other.spec}, **OPTIONS)
-    assert other.total_s == pytest.approx(pinned.cost.total_s, rel=1e-9)
+    assert pinned.cost.total_s <= other.total_s * (1 + 1e-9), "the other layers are tied in what is explained"
+    assert other.total_s == pytest.approx(pinned.cost.total_s, rel=0.02)
     every = plan.explain("up_./kernel$")
     assert len(every.paths) == 6 and not every.notes
     same = next(a for a in every.alternatives if a.layout == other.layout)

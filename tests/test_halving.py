@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from keras import layers
 
 import autoshard_ilp as autoshard
 from autoshard_ilp import attempt, halving
+from autoshard_ilp.costs import facts
 from autoshard_ilp.costs.fold import LEAST_HALVED, halves
 from autoshard_ilp.halving import Binds, Left, solve_halved, start_of
 
@@ -51,6 +53,14 @@ def test_halves_refine(members: list[tuple[int, bool]]) -> None:
         parts = [f for k, f in zip(classes, fine, strict=True) if k == c]
         assert len(set(parts)) == 1 or len(parts) >= LEAST_HALVED
         assert len(set(parts)) <= 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def large() -> Iterator[None]:
+    """Steps of this file count as large: halves, not single layers, decide apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts, "FEW_OPERATIONS", 0)
+        yield
 
 
 def stack() -> keras.Model:
@@ -111,6 +121,16 @@ def test_a_halved_plan_is_the_same_after_save_and_load(tight: autoshard.Plan, tm
     assert again.specs == tight.specs and again.cost.total_s == tight.cost.total_s
     same = again.what_if(progress=False)
     assert same.cost.total_s <= tight.cost.total_s * (1 + 1e-9), "the loaded plan is a start"
+
+
+def test_in_a_small_step_every_layer_decides_for_itself(
+    loose: autoshard.Plan, tight: autoshard.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "FEW_OPERATIONS", len(loose.trail.graph.ops))  # type: ignore[union-attr]
+    plan = autoshard.optimize(stack, MESH, 95 * loose.memory.peak_bytes // 100, **OPTIONS)
+    assert halving.APART in plan.notes and plan.status == "optimal"
+    assert plan.cost.total_s <= tight.cost.total_s * (1 + 1e-9)
+    assert not any("each half" in note for note in plan.notes)
 
 
 # -- the order of solving, without a planner

@@ -9,16 +9,17 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from keras import layers
 from tests import zoo
 
 import autoshard_ilp as autoshard
 from autoshard_ilp import planning, untied
+from autoshard_ilp.costs import facts
 from autoshard_ilp.costs.apart import apart, parted, repeats
 from autoshard_ilp.costs.build import build_program
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.units import parse_bytes
 
 MESH = {"data": 2, "model": 4}
 OPTIONS: dict[str, Any] = {"hardware": "h100", "batch_size": 64, "progress": False}
@@ -47,21 +48,29 @@ def tied_only(monkeypatch: pytest.MonkeyPatch) -> Any:
     return optimize
 
 
-@functools.cache
-def free(depth: int, budget: str | None) -> Plan:
-    """The plan of the step without ties."""
-    solver = autoshard.SolverOptions(fold_layers=False, time_limit=120)
-    return autoshard.optimize(deep(depth), MESH, memory_budget=budget, remat="never", solver=solver, **OPTIONS)
+BINDING: dict[str, Any] = {**OPTIONS, "batch_size": 4096}
 
 
-@pytest.mark.parametrize("budget", [None, "600MB", "450MB"])
-def test_the_bound_is_below_every_plan_without_ties(budget: str | None) -> None:
-    plan = autoshard.optimize(deep(), MESH, memory_budget=budget, remat="never", **OPTIONS)
-    best = free(8, budget)
+@pytest.mark.parametrize("share", [None, 0.9])
+def test_bound_and_plan_are_those_of_the_step_without_ties(
+    share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where memory binds and halves of the layers decided first, as in a large step."""
+    monkeypatch.setattr(facts, "FEW_OPERATIONS", 0)
+    model = functools.partial(deep, 4, 256)
+    budget = None
+    if share is not None:
+        loose = autoshard.optimize(model, MESH, remat="never", **BINDING)
+        budget = int(share * loose.memory.peak_bytes)
+    plan = autoshard.optimize(model, MESH, memory_budget=budget, remat="never", **BINDING)
+    solver = autoshard.SolverOptions(fold_layers=False)
+    best = autoshard.optimize(model, MESH, memory_budget=budget, remat="never", solver=solver, **BINDING)
+    assert plan.status == best.status == "optimal"
     assert plan.lower_bound <= best.cost.total_s * (1 + 1e-9)
     assert plan.gap == pytest.approx(1 - plan.lower_bound / plan.cost.total_s, abs=1e-8)
+    assert plan.cost.total_s == pytest.approx(best.cost.total_s, rel=2e-4)
     if budget is not None:
-        assert plan.memory.peak_bytes <= parse_bytes(budget, "memory_budget")
+        assert plan.memory.peak_bytes <= budget
     assert any("decide for" in note for note in plan.notes)
     assert not any("proved for that problem" in note for note in plan.notes)
     assert "proof" in plan.timings
@@ -69,7 +78,7 @@ def test_the_bound_is_below_every_plan_without_ties(budget: str | None) -> None:
 
 def test_a_program_without_ties_costs_the_same_for_the_same_choices(tied_only: Any) -> None:
     for budget in (None, "600MB"):
-        trail = tied_only(deep(), MESH, memory_budget=budget, remat="never", **OPTIONS).trail
+        trail = tied_only(deep(4), MESH, memory_budget=budget, remat="never", **OPTIONS).trail
         step = apart(trail.costs, trail.built, "step_time")
         assert repeats(trail.costs) and step.offset == 0.0
         choices = trail.solution.choices[step.classes]
@@ -78,7 +87,7 @@ def test_a_program_without_ties_costs_the_same_for_the_same_choices(tied_only: A
 
 
 def test_prices_count_every_byte_of_what_is_held(tied_only: Any) -> None:
-    trail = tied_only(deep(), MESH, memory_budget="600MB", remat="never", **OPTIONS).trail
+    trail = tied_only(deep(4), MESH, memory_budget="600MB", remat="never", **OPTIONS).trail
     choices = trail.solution.choices
     usage = trail.program.usage_over_time(choices)
     times = {int(np.argmax(usage)): 1e-12, len(usage) // 3: 2e-12}
@@ -91,7 +100,7 @@ def test_prices_count_every_byte_of_what_is_held(tied_only: Any) -> None:
 
 
 def test_classes_are_parted_where_members_choose_differently(tied_only: Any) -> None:
-    plan = tied_only(deep(), MESH, remat="never", **OPTIONS)
+    plan = tied_only(deep(4), MESH, remat="never", **OPTIONS)
     trail = plan.trail
     step = apart(trail.costs, trail.built, "step_time")
     choices = trail.solution.choices[step.classes]
@@ -156,8 +165,36 @@ def test_an_interrupt_keeps_the_plan(tied_only: Any, monkeypatch: pytest.MonkeyP
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autoshard_ilp.program.whole.chain_bound", interrupted)
+    for place in ("program.whole.chain_bound", "program.whole.copies_in", "costs.apart.apart"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"autoshard_ilp.{place}", interrupted)
+            assert untied.without_ties(plan, Progress(False), 60.0) is plan
+
+
+def test_too_little_memory_for_the_step_without_ties_keeps_the_plan(
+    tied_only: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tied_only(deep(4), MESH, remat="never", **OPTIONS)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("autoshard_ilp.program.whole.stamped_net", full)
+    monkeypatch.setattr("autoshard_ilp.program.whole.chain_bound", lambda *_, **__: None)
     assert untied.without_ties(plan, Progress(False), 60.0) is plan
+
+
+def test_a_question_about_a_faster_plan_keeps_its_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "FEW_OPERATIONS", 0)
+    model = functools.partial(deep, 4, 256)
+    loose = autoshard.optimize(model, MESH, remat="never", **BINDING)
+    pins = {"up_1/kernel$": (None, None)}
+    asked = loose.what_if(memory_budget=int(0.9 * loose.memory.peak_bytes), progress=False)
+    pinned = asked.what_if(pins=pins, progress=False)
+    assert pinned.specs["up_1/kernel"] == PartitionSpec()
+    assert pinned.memory.peak_bytes <= int(0.9 * loose.memory.peak_bytes)
+    again = pinned.what_if(pins={}, progress=False)
+    assert again.cost.total_s == pytest.approx(asked.cost.total_s, rel=1e-3)
 
 
 @pytest.mark.parametrize(("share", "text"), [(0.0123, "1.2%"), (8.4e-5, "0.0084%"), (1.26e-5, "0.0013%")])

@@ -1,9 +1,10 @@
-"""Two decisions for the repeated layers where one is too coarse: where memory binds.
+"""Two decisions for the repeated layers, or one for each, where one is too coarse: where memory binds.
 
 A decision that all layers share moves the memory of all of them at once, so a plan may have to leave gigabytes unused.
 With one decision for the first half of the layers and one for the second, a mixture fits, and the bound is close to the
-best plan: although it is larger, that program is the easier one. Whether memory binds is known once the program with
-one decision for all is solved without memory; what fits then is the answer, and nothing is halved.
+best plan: although it is larger, that program is the easier one. In a small step every layer decides for itself then.
+Whether memory binds is known once the program with one decision for all is solved without memory; what fits then is the
+answer, and nothing is halved.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from autoshard_ilp.costs.fold import LEAST_HALVED
 
 HALVED = "Memory binds: each half of the repeated layers decides for itself."
+APART = "Memory binds: every repeated layer decides for itself."
 
 LOOK_SHARE = 0.2
 """Of the time limit: what it may take to see that memory binds in the larger program, where that is expected ..."""
@@ -163,7 +165,7 @@ def solve_halved(
     if left_before is not None:
         same = make(left_before.halved)
         found = _with_memory(same, solve, left_before, left())
-        return same, found, (HALVED,) if left_before.halved else ()
+        return same, found, (_note(same),) if left_before.halved else ()
     for halved in (False,) if binds is Binds.PERHAPS else (True, False):
         since = clock()
         one = make(halved)
@@ -171,7 +173,7 @@ def solve_halved(
         if not splittable(one):
             return one, _alone(one, solve, left, over, part if bound_part < 1 else None), ()
         if binds is Binds.SURELY:
-            return one, solve(one, None, left(), relaxed=cheapest(one.program)), (HALVED,)
+            return one, solve(one, None, left(), relaxed=cheapest(one.program)), (_note(one),)
         if halved and look_seconds < LOOK_TIMES * made_seconds:
             continue
         first = solve(one, None, look_seconds if halved else free_part * left(), rows=False)
@@ -191,7 +193,12 @@ def solve_halved(
     if second.choices is None and not over(second) and not one.table.halved:
         known = Left(False, first.choices, relaxed, _bound(second), _bound(first), first.seconds)
         return one, _with_memory(one, solve, known, **part(first)), ()
-    return fine, second, (HALVED,)
+    return fine, second, (_note(fine),)
+
+
+def _note(problem: Priced) -> str:
+    """What the larger program lets decide for itself."""
+    return HALVED if any(len(c.members) > 1 for c in problem.table.classes) else APART
 
 
 def _alone(

@@ -15,7 +15,7 @@ import numpy as np
 from autoshard_ilp.attempt import assemble, build, shared, tied_note
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.halving import within
-from autoshard_ilp.plan import Plan
+from autoshard_ilp.plan import Plan, Trail
 from autoshard_ilp.progress import Progress
 
 LEAST_SECONDS = 1.0
@@ -43,10 +43,18 @@ def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
     The plan's status stays what it is, that of the program with shared decisions; bound and gap are those of all plans.
 
     Args:
-        plan: with its trail. Where nothing is tied, or no time is left, it is returned as it is.
+        plan: with its trail. Where nothing is tied, or no time or memory is left, it is returned as it is; so it is
+            after an interrupt.
         progress: shows the stage.
         seconds: that the solver may take.
     """
+    try:
+        return _shown(plan, progress, seconds)
+    except (KeyboardInterrupt, MemoryError):  # the plan is there, and says what is proved of it
+        return plan
+
+
+def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
     from autoshard_ilp.costs.apart import apart, parted, repeats
     from autoshard_ilp.program.whole import CELLS, solve_repeated
 
@@ -94,19 +102,23 @@ def _with_memory(plan: Plan, step: Any, known: Any, bound: float, seconds: float
     trail = plan.trail
     assert trail is not None
     table, numbers = parted(trail.costs, step, np.arange(len(known)))  # every operation chooses differently
-    program = build(plan.executable, trail.infos, table, trail.request).program  # type: ignore[arg-type]
-    nodes = []
-    for node, number in zip(program.nodes, numbers.tolist(), strict=True):
-        forbidden = np.isinf(step.program.nodes[number].costs)
-        nodes.append(replace(node, costs=np.where(forbidden, np.inf, node.costs)))
-    options = within(trail.request.solver, seconds)
-    program = replace(program, nodes=tuple(nodes))
+    built = build(plan.executable, trail.infos, table, trail.request)  # type: ignore[arg-type]
+    program, options = _as_allowed(built.program, table, trail), within(trail.request.solver, seconds)
     found = solve(program, options, hint=known[numbers], proved=bound, on_progress=progress.tell)
     if found.choices is None:
         return found
     choices = np.empty(len(known), np.int64)
     choices[numbers] = found.choices
     return replace(found, choices=choices)
+
+
+def _as_allowed(program: Any, table: Any, trail: Trail) -> Any:
+    """The program of a parted table with what the plan's own program forbids."""
+    nodes = []
+    for node, cls in zip(program.nodes, table.classes, strict=True):
+        tied = trail.program.nodes[int(trail.costs.class_of[cls.members[0]])]
+        nodes.append(replace(node, costs=np.where(np.isinf(tied.costs), np.inf, node.costs)))
+    return replace(program, nodes=tuple(nodes))
 
 
 def _faster(plan: Plan, table: Any, choices: Any, found: Any, progress: Progress) -> Plan | None:
@@ -128,7 +140,8 @@ def _faster(plan: Plan, table: Any, choices: Any, found: Any, progress: Progress
     note = f"Repeated layers decide for themselves where that is faster: by {percent(gained)} of the step."
     own = tuple(n for n in plan.notes if n not in made.notes and n != tied_note(trail.costs))
     kept = tuple(n for n in made.notes if n != tied_note(table))
-    history = replace(made.trail, policies=trail.policies, failures=trail.failures)  # type: ignore[type-var]
+    kind = {"priced": trail.priced, "policies": trail.policies, "failures": trail.failures}
+    history = replace(made.trail, program=_as_allowed(built.program, table, trail), **kind)  # type: ignore[type-var]
     return replace(made, notes=(note, *kept, *own), timings={**plan.timings, **made.timings}, trail=history)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs.combining import Shares, shares
-from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, WINDOW, fold, halves
+from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, FEW_OPERATIONS, WINDOW, fold, halves
 from autoshard_ilp.costs.memory import Buffers, analyse
 from autoshard_ilp.costs.precision import Precision, precision
 from autoshard_ilp.deferral import Deferral, deferrals
@@ -74,9 +74,11 @@ class Facts:
 
     def classes(self, halved: bool) -> np.ndarray:
         """Class of each op, results of donated arguments sharing the argument's class; ``halved`` as in
-        :func:`~autoshard_ilp.costs.fold.halves`."""
+        :func:`~autoshard_ilp.costs.fold.halves`; a small step's are all apart then."""
         classes = self._tied
-        if halved:
+        if halved and len(classes) <= FEW_OPERATIONS:
+            classes = list(range(len(classes)))
+        elif halved:
             classes = halves(classes, [op.phase == "backward" for op in self.graph.ops])
         classes = list(classes)
         for result, argument in self.graph.aliases:

@@ -8,7 +8,7 @@ Tying is a restriction: every tied assignment is a valid assignment of the whole
 parts times their number. What it costs is asked of the step without ties (:mod:`autoshard_ilp.untied`).
 
 Where memory binds, one decision for all layers is coarse: it moves gigabytes at once. :func:`halves` loosens the tie:
-the first half of the layers decides for itself, and so does the second.
+the first half of the layers decides for itself, and so does the second. In a small step every layer does.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ ARGUMENT_WINDOW = 8
 
 LEAST_HALVED = 4
 """Classes with fewer members stay whole in :func:`halves`."""
+
+FEW_OPERATIONS = 2000
+"""Of a step so small that where memory binds nothing is tied: such programs are solved sooner than coarse ones."""
 
 _MODULUS = (1 << 61) - 1
 _BASE = 1_000_003

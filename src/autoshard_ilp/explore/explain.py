@@ -45,7 +45,8 @@ class Alternative:
     Attributes:
         spec: as ``jax.sharding.PartitionSpec``.
         chosen: whether it is the plan's own.
-        total_s: predicted seconds of a step of the best plan found; inf when none was.
+        total_s: predicted seconds of a step of the best plan found, in which other repeated layers share decisions as
+            in the plan; inf when none was.
         lower_bound_s: no plan with this layout is faster.
         proof: "exact": ``total_s`` is proved; "bounded": it lies between ``lower_bound_s`` and ``total_s``;
             "infeasible": no plan with this layout fits the budget and the other pins.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from autoshard_ilp.explore.again import (
 from autoshard_ilp.halving import solve_halved
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.untied import NODES, without_ties
 
 
 def what_if(
@@ -40,9 +42,10 @@ def what_if(
     """What the plan would be if some options were different. The model is not traced again.
 
     Every argument that is given *replaces* that option of the plan; the others stay as they were. The answer is that
-    of :func:`autoshard_ilp.optimize` with these options. Other pins, budgets and objectives use the plan's cost table
-    again, and its proof where the question is a narrower one: a proved plan that it still allows is its answer. Another
-    mesh or other hardware prices the step anew.
+    of :func:`autoshard_ilp.optimize` with these options, but that a large step is not compared with the one without
+    ties (its notes say so). Other pins, budgets and objectives use the plan's cost table again, and its proof where the
+    question is a narrower one: a proved plan that it still allows is its answer. Another mesh or other hardware prices
+    the step anew.
 
     Args:
         plan: made by this process, or bound to its model.
@@ -130,7 +133,7 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         limits = {"seconds": seconds, "cutoff": cutoff, "dear": dear, **expected.of(policy)}
         return expected.learn(policy, _again(plan, known.get(policy), policy, request, progress, **limits))
 
-    need, limit = needed_share(request), request.solver.time_limit
+    need, limit, began = needed_share(request), request.solver.time_limit, time.monotonic()
     found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
 
@@ -139,7 +142,10 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
 
         made, failures = any_plan(found.failures, request, progress, make)
         return with_history(made, policies, failures)
-    return with_history(found.plan, policies, found.failures)
+    made = with_history(found.plan, policies, found.failures)
+    if made.trail is None or len(made.trail.graph.ops) > NODES:
+        return made
+    return without_ties(made, progress, limit - (time.monotonic() - began))
 
 
 def _still_best(plan: Plan, request: Any, policies: tuple[str, ...]) -> bool:
