@@ -218,7 +218,7 @@ def build(step: Step, infos: Any, table: Any, request: Request) -> Any:
 
 def tied_note(table: Any) -> str:
     """What a plan says of the decisions that repeated layers share, as long as no more is known."""
-    return f"Repeated layers {shared(table)}; optimality is proved for that problem."
+    return f"Repeated layers {shared(table)}; bound and gap are those of plans that do."
 
 
 def shared(table: Any) -> str:

@@ -6,6 +6,7 @@ for it: every member of a class costs what one execution of the class costs, so 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -53,11 +54,11 @@ def apart(table: CostTable, built: Built, objective: str, prices: Mapping[int, f
     """
     graph, weight, program = table.graph, weight_of(objective), built.program
     held, offset = _priced(table, built, prices or {})
-    same: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
+    same: dict[tuple[tuple[int, ...], str], np.ndarray] = {}
 
     def one(array: np.ndarray) -> np.ndarray:
         """One object for equal arrays: halves of the layers may have classes of their own that cost the same."""
-        return same.setdefault((array.shape, array.tobytes()), array)
+        return same.setdefault((array.shape, hashlib.sha256(np.ascontiguousarray(array)).hexdigest()), array)
 
     nodes: list[Node] = []
     node_of: dict[int, int] = {}
