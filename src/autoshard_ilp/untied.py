@@ -43,8 +43,8 @@ def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
     The plan's status stays what it is, that of the program with shared decisions; bound and gap are those of all plans.
 
     Args:
-        plan: with its trail. Where nothing is tied, or no time or memory is left, it is returned as it is; so it is
-            after an interrupt.
+        plan: with its trail. Where nothing is tied, or the tied plan is not proved, or no time or memory is left, it is
+            returned as it is; so it is after an interrupt.
         progress: shows the stage.
         seconds: that the solver may take.
     """
@@ -59,8 +59,8 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
     from autoshard_ilp.program.whole import CELLS, solve_repeated
 
     trail = plan.trail
-    if trail is None or not repeats(trail.costs) or trail.solution.report.get("interrupted"):
-        return plan
+    if trail is None or not repeats(trail.costs) or trail.solution.status != "optimal":
+        return plan  # a plan that is not proved among fewer plans has a bound that says more than this one would
     pricing = plan.timings.get("strategies", 0.0) + plan.timings.get("costs", 0.0)
     if seconds < max(LEAST_SECONDS, TIMES * pricing):
         return plan
@@ -71,7 +71,7 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
         step = apart(trail.costs, built, plan.objective, solution.report.get("prices") if binds else None)
         known = solution.choices[step.classes]
         options = within(trail.request.solver, seconds - (time.monotonic() - began))
-        most_cells = 0 if binds or solution.status != "optimal" else CELLS  # prices give a bound, no plan
+        most_cells = 0 if binds else CELLS  # prices give a bound, no plan
         found: Any = solve_repeated(
             step.program, step.alike, known, options, most_cells=most_cells, on_progress=progress.tell
         )
@@ -79,7 +79,7 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
             return plan  # nothing is known but what was known before
         bound = min(found.lower_bound + step.offset, plan.lower_bound)
         open_gap = solution.objective - bound > CLOSE * solution.objective
-        if binds and solution.status == "optimal" and open_gap and len(step.op_ids) <= NODES:
+        if binds and open_gap and len(step.op_ids) <= NODES:
             left = PART * (seconds - (time.monotonic() - began))
             found = _with_memory(plan, step, known, bound, left, progress)
             bound = max(bound, min(found.lower_bound, plan.lower_bound))

@@ -58,7 +58,7 @@ def apart(table: CostTable, built: Built, objective: str, prices: Mapping[int, f
 
     def one(array: np.ndarray) -> np.ndarray:
         """One object for equal arrays: halves of the layers may have classes of their own that cost the same."""
-        return same.setdefault((array.shape, hashlib.sha256(np.ascontiguousarray(array)).hexdigest()), array)
+        return same.setdefault((array.shape, hashlib.sha256(array.tobytes()).hexdigest()), array)
 
     nodes: list[Node] = []
     node_of: dict[int, int] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from autoshard_ilp.program.stamping import stamped_net
 
 CELLS = 6_000_000
 """Table cells, its repeated pieces shrunk, of a program that is solved: of more, messages take long."""
+
+SOLVE_SECONDS = 3.0
+"""What solving it may take: what is not solved by then is a hard program, and the bound has said most."""
 
 BOUND_PART = 0.5
 """Of the time: what the bound of the chain may take."""
@@ -69,6 +73,7 @@ def solve_repeated(
             net = stamped_net(program, repeated, search.deadline)
             search.add_seconds("stamping", since)
             if net.size()["cells"] <= most_cells:
+                search.options = replace(options, time_limit=min(options.time_limit, search.seconds + SOLVE_SECONDS))
                 _, bound = descend(search, None, lambda: net)
                 search.prove(bound)
     except KeyboardInterrupt:
