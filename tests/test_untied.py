@@ -16,7 +16,7 @@ from tests import zoo
 import autoshard_ilp as autoshard
 from autoshard_ilp import planning, untied
 from autoshard_ilp.costs import facts
-from autoshard_ilp.costs.apart import apart, parted, repeats
+from autoshard_ilp.costs.apart import apart, parted
 from autoshard_ilp.costs.build import build_program
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
@@ -80,7 +80,7 @@ def test_a_program_without_ties_costs_the_same_for_the_same_choices(tied_only: A
     for budget in (None, "600MB"):
         trail = tied_only(deep(4), MESH, memory_budget=budget, remat="never", **OPTIONS).trail
         step = apart(trail.costs, trail.built, "step_time")
-        assert repeats(trail.costs) and step.offset == 0.0
+        assert trail.costs.tied and step.offset == 0.0
         choices = trail.solution.choices[step.classes]
         assert step.program.cost(choices) == pytest.approx(trail.solution.objective, rel=1e-12)
         assert len(step.op_ids) == sum(len(c.members) for c in trail.costs.classes)

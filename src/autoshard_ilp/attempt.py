@@ -254,7 +254,7 @@ def assemble(
     timings["presolve"] = float(inside.get("presolve", 0.0))
     timings["solve"] = max(0.0, timings.get("solve", 0.0) - timings["presolve"])
     notes: tuple[str, ...] = ()
-    if any(len(c.members) > 1 for c in table.classes):
+    if table.tied:
         notes = (tied_note(table),)
     notes = (*notes, *loop_notes(graph), *overlap_notes(cost.compute_s, cost.hidden_s, request.profile))
     return Plan(

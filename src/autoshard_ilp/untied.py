@@ -55,11 +55,11 @@ def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
 
 
 def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
-    from autoshard_ilp.costs.apart import apart, parted, repeats
+    from autoshard_ilp.costs.apart import apart, parted
     from autoshard_ilp.program.whole import CELLS, solve_repeated
 
     trail = plan.trail
-    if trail is None or not repeats(trail.costs) or trail.solution.status != "optimal":
+    if trail is None or not trail.costs.tied or trail.solution.status != "optimal":
         return plan  # a plan that is not proved among fewer plans has a bound that says more than this one would
     pricing = plan.timings.get("strategies", 0.0) + plan.timings.get("costs", 0.0)
     if seconds < max(LEAST_SECONDS, TIMES * pricing):

@@ -37,11 +37,6 @@ class Apart:
     offset: float
 
 
-def repeats(table: CostTable) -> bool:
-    """Whether some operations share a decision."""
-    return any(len(c.members) > 1 for c in table.classes)
-
-
 def apart(table: CostTable, built: Built, objective: str, prices: Mapping[int, float] | None = None) -> Apart:
     """The program with one decision per operation.
 
@@ -130,7 +125,10 @@ def _priced(table: CostTable, built: Built, prices: Mapping[int, float]) -> tupl
     for t, p in worth.items():
         price += p * ((lt.start <= t) & (t < lt.end))
         offset -= p * (program.capacity + (program.on_chip_bytes if t < program.on_chip_instants else 0))
-    flow_of = {(id(program.edges[k].u_labels), id(program.edges[k].v_labels), f.u, f.v): k for k, f in _flows(table)}
+    flow_of = {}
+    for k, flow in enumerate(table.flows):
+        if k not in built.loops:
+            flow_of[id(program.edges[k].u_labels), id(program.edges[k].v_labels), flow.u, flow.v] = k
     for i in np.flatnonzero(price).tolist():
         owner, op_id = int(lt.owner[i]), built.op_ids[i]
         if not lt.is_edge[i]:
@@ -153,10 +151,6 @@ def _priced(table: CostTable, built: Built, prices: Mapping[int, float]) -> tupl
                 continue
         where[number] = where.get(number, 0.0) + float(price[i])
     return held, offset
-
-
-def _flows(table: CostTable) -> Iterator[tuple[int, Flow]]:
-    return ((k, f) for k, f in enumerate(table.flows) if f.u != f.v)
 
 
 def _producers(table: CostTable, flow: Flow) -> Iterator[int]:

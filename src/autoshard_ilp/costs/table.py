@@ -107,6 +107,11 @@ class CostTable:
     unknown: tuple[str, ...] = field(default=())
     halved: bool = False  # the first and the second half of the repeated layers are decided apart
 
+    @property
+    def tied(self) -> bool:
+        """Whether some operations share a decision."""
+        return any(len(c.members) > 1 for c in self.classes)
+
     @cached_property
     def donated(self) -> frozenset[int]:
         """Classes of the arguments that a result of the step overwrites."""

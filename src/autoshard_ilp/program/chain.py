@@ -129,7 +129,7 @@ class _Chain:
     groups: Sequence[Copies]  # of equal layers
     known: np.ndarray
     deadline: float
-    between: dict[Position, list[int]] = field(default_factory=lambda: defaultdict(list))  # layer of each first end
+    between: dict[Position, list[int]] = field(default_factory=lambda: defaultdict(list))  # edge numbers
     around: dict[tuple[int, int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # -1: outside
     outside: list[int] = field(default_factory=list)
     potentials: dict[tuple[int, bytes], np.ndarray] = field(default_factory=dict)
@@ -196,11 +196,13 @@ class _Chain:
             for e in edges:
                 edge = self.program.edges[e]
                 if a < 0:  # into a layer
-                    q = shared.get((kind, a, b), self._as_between(second, edge, b, 1))
+                    known = shared.get((kind, a, b))
+                    q = self._as_between(second, edge, b, 1) if known is None else known
                     to_node(edge.v, edge.v_labels, q)
                     to_node(edge.u, edge.u_labels, self._left(edge, q))
                 else:
-                    p = shared.get((kind, a, b), self._as_between(second, edge, a, 0))
+                    known = shared.get((kind, a, b))
+                    p = self._as_between(second, edge, a, 0) if known is None else known
                     to_node(edge.u, edge.u_labels, p)
                     to_node(edge.v, edge.v_labels, self._left(edge, p, axis=0))
         return self._sum(rest, added, began)
