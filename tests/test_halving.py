@@ -17,8 +17,9 @@ from keras import layers
 import autoshard_ilp as autoshard
 from autoshard_ilp import attempt, halving
 from autoshard_ilp.costs import facts
-from autoshard_ilp.costs.fold import LEAST_HALVED, halves
-from autoshard_ilp.halving import Binds, Left, solve_halved, start_of
+from autoshard_ilp.costs.fold import LEAST_SPLIT, split
+from autoshard_ilp.division import division_of
+from autoshard_ilp.halving import Left, best_of, solve_divided, start_of
 
 DEPTH = 16
 MESH = {"data": 4}
@@ -35,29 +36,33 @@ def test_forward_members_are_split_by_order_and_backward_ones_from_the_end() -> 
     #        5 layers forward      5 layers backward     too few
     classes = [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
     backward = [False] * 5 + [True] * 5 + [False] * 3
-    fine = halves(classes, backward)
+    fine = split(classes, backward, 0.5)
     assert fine[:5] == [0, 0, 0, 3, 3]  # layers 0 1 2 | 3 4
     assert fine[5:10] == [4, 4, 1, 1, 1]  # layers 4 3 | 2 1 0
     assert fine[10:] == [2, 2, 2]
+    fine = split(classes, backward, 0.8)
+    assert fine[:5] == [0, 0, 0, 0, 3] and fine[5:10] == [4, 1, 1, 1, 1]
+    for share, first in ((1e-3, 1), (0.2, 1), (0.4, 2), (0.999, 4)):  # some are the first, and some are not
+        assert split(classes, backward, share)[:5].count(0) == first
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40), st.floats(0.01, 0.99))
 @settings(deadline=None, max_examples=50, derandomize=True)
-def test_halves_refine(members: list[tuple[int, bool]]) -> None:
+def test_a_division_refines(members: list[tuple[int, bool]], share: float) -> None:
     classes, backward = [c for c, _ in members], [b for _, b in members]
-    fine = halves(classes, backward)
+    fine = split(classes, backward, share)
     whole_of: dict[int, int] = {}
     for c, f in zip(classes, fine, strict=True):
         assert whole_of.setdefault(f, c) == c, "a finer class lies within one class"
     for c in set(classes):
         parts = [f for k, f in zip(classes, fine, strict=True) if k == c]
-        assert len(set(parts)) == 1 or len(parts) >= LEAST_HALVED
+        assert len(set(parts)) == 1 or len(parts) >= LEAST_SPLIT
         assert len(set(parts)) <= 2
 
 
 @pytest.fixture(autouse=True, scope="module")
 def large() -> Iterator[None]:
-    """Steps of this file count as large: halves, not single layers, decide apart."""
+    """Steps of this file count as large: groups of layers, not single ones, decide apart."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(facts, "FEW_OPERATIONS", 0)
         yield
@@ -155,23 +160,29 @@ class _Solver:
         return answer
 
     def names(self) -> list[str]:
-        return [a[0] for a in self.asked]
+        return ["prices" if a[3].get("mixing") else a[0] for a in self.asked]
 
 
-def problem(name: str, class_of: list[int], capacity: int | None = 1) -> Any:
+def problem(name: str, class_of: list[int], capacity: int | None = 1, share: float = 0.0) -> Any:
     members: dict[int, list[int]] = {}
     for op, c in enumerate(class_of):
         members.setdefault(c, []).append(op)
     classes = [SimpleNamespace(members=tuple(members[c])) for c in sorted(members)]
-    table = SimpleNamespace(halved=name == "fine", classes=classes, class_of=np.array(class_of))
-    return SimpleNamespace(name=name, table=table, program=SimpleNamespace(capacity=capacity, nodes=[]))
+    layout = {"classes": classes, "class_of": np.array(class_of), "alike": np.array([0, 1, 1, 1, 1][: len(class_of)])}
+    graph = SimpleNamespace(ops=[SimpleNamespace(phase="forward") for _ in class_of])
+    table = SimpleNamespace(first_share=share, graph=graph, **layout)
+    nodes = [SimpleNamespace(costs=np.zeros(1)) for _ in classes]
+    answers = {"cost": lambda x: float(x[0]), "peak": lambda x: 0}
+    program = SimpleNamespace(capacity=capacity, nodes=nodes, edges=[], **answers)
+    return SimpleNamespace(name=name, table=table, program=program)
 
 
-TIED, FINE = problem("tied", [0, 1, 1, 1, 1]), problem("fine", [0, 1, 1, 2, 2])
+TIED, FINE = problem("tied", [0, 1, 1, 1, 1]), problem("fine", [0, 1, 1, 2, 2], share=0.5)
 
 
-def make(halved: bool) -> Any:
-    return FINE if halved else TIED
+def make(first_share: float) -> Any:
+    """The division that is asked for lies after the second of four layers, or after the third."""
+    return {0.0: TIED, 0.5: FINE, 0.75: problem("fine", [0, 1, 1, 1, 2], share=0.75)}[first_share]
 
 
 def solution(
@@ -184,56 +195,93 @@ def solution(
     return SimpleNamespace(report=report, **known)
 
 
-LARGE, NONE = "large", "none"
-PERHAPS, LIKELY, SURELY = Binds
+LARGE, NONE, MIXED = "large", "none", "mixed"
 
 
 def answers(*kinds: Any) -> list[Any]:
-    known = {LARGE: {"status": "feasible", "large": True}, NONE: {"status": "feasible"}, "no": {"status": "infeasible"}}
+    known = {LARGE: {"status": "feasible", "large": True}, "no": {"status": "infeasible"}}
+    known |= {NONE: {"status": "feasible"}, MIXED: {"status": "feasible"}}
     return [solution(**known[k]) if isinstance(k, str) else solution(k) for k in kinds]
 
 
 @pytest.mark.parametrize(
-    ("binds", "said", "asked"),
+    ("surely", "said", "asked"),
     [
-        (PERHAPS, [2.0], ["tied"]),  # what fits without looking at memory is the answer
-        (PERHAPS, ["no"], ["tied"]),
-        (PERHAPS, [LARGE, 2.0], ["tied", "fine"]),
-        (PERHAPS, [LARGE, "no"], ["tied", "fine"]),
-        (PERHAPS, [LARGE, NONE, 2.0], ["tied", "fine", "tied"]),  # the larger one takes too long
-        (LIKELY, [LARGE, 2.0], ["fine", "fine"]),
-        (LIKELY, [2.0], ["fine"]),
-        (LIKELY, ["no"], ["fine"]),
-        (LIKELY, [NONE, 2.0], ["fine", "tied"]),  # not seen to bind in time
-        (LIKELY, [NONE, LARGE, 2.0], ["fine", "tied", "fine"]),
-        (LIKELY, [LARGE, NONE], ["fine", "fine"]),
-        (SURELY, [2.0], ["fine"]),
-        (SURELY, [NONE], ["fine"]),
+        (False, [2.0], ["tied"]),  # what fits without looking at memory is the answer
+        (False, ["no"], ["tied"]),
+        (False, [LARGE, MIXED, 2.0], ["tied", "prices", "fine"]),
+        (False, [LARGE, MIXED, "no"], ["tied", "prices", "fine"]),
+        (False, [LARGE, MIXED, NONE, 2.0], ["tied", "prices", "fine", "tied"]),  # the larger one takes too long
+        (True, [MIXED, 2.0], ["prices", "fine"]),
+        (True, [MIXED, NONE], ["prices", "fine"]),
     ],
 )
-def test_the_larger_program_is_solved_where_memory_binds(binds: Binds, said: list[Any], asked: list[str]) -> None:
+def test_the_larger_program_is_solved_where_memory_binds(surely: bool, said: list[Any], asked: list[str]) -> None:
     solver = _Solver(answers(*said))
-    found, last, notes = solve_halved(make, solver, 100.0, lambda: solver.now, binds=binds)
+    found, last, notes = solve_divided(make, solver, 100.0, lambda: solver.now, surely=surely)
     assert solver.names() == asked and found.name == asked[-1]
     assert last is solver.answers[len(said) - 1]
-    assert bool(notes) == (found.name == "fine" and (len(asked) > 1 or binds is SURELY))
+    assert bool(notes) == (found.name == "fine")
 
 
 def test_the_larger_program_starts_from_what_is_known() -> None:
-    first = solution(2.0, "feasible", 1.9, large=True)
-    solver = _Solver([first, solution(1.95)], takes=3.0)
-    _, found, _ = solve_halved(make, solver, 100.0, lambda: solver.now)
+    first, prices = solution(2.0, "feasible", 1.9, large=True), solution()
+    prices.report["prices"] = {5: 1e-9}
+    solver = _Solver([first, prices, solution(1.95)], takes=3.0)
+    _, found, notes = solve_divided(make, solver, 100.0, lambda: solver.now)
     known = {"relaxed": [7, 8, 8], "plan_seconds": pytest.approx(0.6 * 97.0), "without_memory": 1.9, "proved": -np.inf}
-    assert solver.asked == [("tied", None, 100.0, {"rows": False}), ("fine", [7, 9, 9], 97.0, known)]
-    assert found.report["without_memory"] == 1.9
+    assert solver.asked == [
+        ("tied", None, 100.0, {"rows": False}),
+        ("tied", None, 97.0, {"mixing": True, "relaxed": [7, 8]}),
+        ("fine", [7, 9, 9], 94.0, {**known, "prices": {5: 1e-9}}),
+    ]
+    assert found.report["without_memory"] == 1.9 and notes == (halving.HALVED,)
     assert start_of(TIED.table, FINE.table, np.array([7, 9])).tolist() == [7, 9, 9]
 
 
-@pytest.mark.parametrize("binds", [PERHAPS, LIKELY])
-def test_a_first_program_without_a_better_plan_ends_the_search(binds: Binds) -> None:
+def test_the_layers_are_divided_as_prices_ask_for() -> None:
+    """Three layers are as in the faster plan, which holds more; the start is their mixture."""
+    first, prices = solution(np.inf, "feasible", 1.9, large=True), solution(lower=2.01)
+    prices.report["mixture"] = [(0.2, 2.1, np.array([1, 4])), (0.8, 2.0, np.array([1, 3]))]
+    solver = _Solver([first, prices, solution(1.95)])
+    found, _, notes = solve_divided(make, solver, 100.0, lambda: solver.now)
+    assert found.table.first_share == 0.75 and notes == (halving.DIVIDED.format(75),)
+    assert solver.asked[2][:2] == ("fine", [1, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("weights", "seconds", "share"),
+    [
+        ([0.8, 0.2], [2.0, 2.1], 0.75),  # no more layers than fit as in the faster plan
+        ([0.7, 0.3], [2.1, 2.0], 0.75),  # and as many as must as in the slower one
+        ([0.99, 0.01], [2.0, 2.1], 0.75),  # at least one layer is of either kind
+        ([0.505, 0.495], [2.0, 2.1], 0.5),
+        ([1.0], [2.0], None),
+    ],
+)
+def test_a_mixture_is_rounded_to_layers(weights: list[float], seconds: list[float], share: float | None) -> None:
+    plans = [np.array([0, k]) for k in range(len(weights))]
+    division = division_of(TIED.table, list(zip(weights, seconds, plans, strict=True)))
+    assert (division and division.first_share) == share
+    alike = [(0.5, 2.0, np.array([0, 1])), (0.5, 2.1, np.array([1, 1]))]
+    assert division_of(TIED.table, alike) is None, "they differ in what is there once"
+    few = problem("tied", [0, 1, 1, 1])
+    assert division_of(few.table, [(0.5, 2.0, np.array([0, 1])), (0.5, 2.1, np.array([0, 2]))]) is None, "three layers"
+
+
+def test_the_best_start_fits_or_nearly_does() -> None:
+    peaks = {1: 12, 2: 8, 3: 11, 4: 9}
+    program: Any = SimpleNamespace(capacity=10, cost=lambda x: float(x[0]), peak=lambda x: peaks[int(x[0])])
+    starts = {k: np.array([k]) for k in peaks}
+    assert best_of(program, [starts[1], starts[4], starts[2]]) is starts[2]
+    assert best_of(program, [starts[1], starts[3]]) is starts[3]
+    assert best_of(program, []) is None and best_of(program, [np.array([np.inf])]) is None
+
+
+def test_a_first_program_without_a_better_plan_ends_the_search() -> None:
     first = solution(np.inf, "feasible", lower=3.0, large=True)
     solver = _Solver([first])
-    assert solve_halved(make, solver, 100.0, lambda: 0.0, cutoff=3.0, binds=binds)[1] is first
+    assert solve_divided(make, solver, 100.0, lambda: 0.0, cutoff=3.0)[1] is first
     assert len(solver.asked) == 1
 
 
@@ -242,99 +290,92 @@ def test_nothing_is_solved_after_an_interrupt_or_the_limit() -> None:
         first = solution(2.0, "feasible", large=True)
         first.report["interrupted"] = interrupted
         solver = _Solver([first], takes)
-        assert solve_halved(make, solver, 100.0, lambda s=solver: s.now)[1] is first and len(solver.asked) == 1
+        assert solve_divided(make, solver, 100.0, lambda s=solver: s.now)[1] is first and len(solver.asked) == 1
 
 
 @pytest.mark.parametrize("one", [problem("tied", [0, 1, 2]), problem("tied", [0] * 9, None)])
-@pytest.mark.parametrize("binds", list(Binds))
-def test_one_program_alone_has_all_the_time(one: Any, binds: Binds) -> None:
+@pytest.mark.parametrize("surely", [False, True])
+def test_one_program_alone_has_all_the_time(one: Any, surely: bool) -> None:
     solver = _Solver([solution(2.0)])
-    solve_halved(lambda halved: one, solver, 100.0, lambda: solver.now, binds=binds)
+    solve_divided(lambda share: one, solver, 100.0, lambda: solver.now, surely=surely)
     assert solver.asked == [(one.name, None, 100.0, {})]
 
 
 def test_a_proof_gets_a_part_of_the_time_as_long_as_memory_does_not_bind() -> None:
-    solver = _Solver(answers(LARGE, 2.0), takes=10.0)
-    solve_halved(make, solver, 100.0, lambda: solver.now, free_part=0.4)
-    assert [(a[0], a[2]) for a in solver.asked] == [("tied", 40.0), ("fine", 90.0)]
-
-
-@pytest.mark.parametrize(("takes", "asked"), [(6.0, ["fine"]), (7.0, ["tied", "fine"])])
-def test_the_larger_program_is_looked_at_first_where_there_is_time(takes: float, asked: list[str]) -> None:
-    """A fifth of the time is 20 seconds, which has to be three times what making it takes."""
-    solver = _Solver(answers(2.0) if len(asked) == 1 else answers(LARGE, 2.0))
-
-    def slowly(halved: bool) -> Any:
-        solver.now += takes
-        return make(halved)
-
-    solve_halved(slowly, solver, 100.0, lambda: solver.now, binds=LIKELY)
-    assert solver.names() == asked
+    solver = _Solver(answers(LARGE, MIXED, 2.0), takes=10.0)
+    solve_divided(make, solver, 100.0, lambda: solver.now, free_part=0.4)
+    assert [(a[0], a[2]) for a in solver.asked] == [("tied", 40.0), ("tied", 90.0), ("fine", 80.0)]
 
 
 def test_where_memory_binds_another_part_of_it() -> None:
-    solver = _Solver(answers(LARGE, 2.0), takes=20.0)
-    solve_halved(make, solver, 100.0, lambda: solver.now, bound_part=0.25)
-    assert [(a[0], a[2]) for a in solver.asked] == [("tied", 100.0), ("fine", 40.0)], "if plans get better, half of it"
-    assert solver.asked[1][3]["steady_seconds"] == 20.0 and solver.asked[1][3]["plan_seconds"] == pytest.approx(12.0)
+    solver = _Solver(answers(LARGE, MIXED, 2.0), takes=20.0)
+    solve_divided(make, solver, 100.0, lambda: solver.now, bound_part=0.25)
+    asked = [(a[0], a[2]) for a in solver.asked]
+    assert asked == [("tied", 100.0), ("tied", 40.0), ("fine", 20.0)], "if plans get better, half of it"
+    assert solver.asked[2][3]["steady_seconds"] == 20.0 and solver.asked[2][3]["plan_seconds"] == pytest.approx(12.0)
 
 
 def test_a_bound_of_the_smaller_program_is_none_of_the_larger_one() -> None:
     """Two decisions may be cheaper than one for all; the other way round a bound holds."""
     first, second = solution(np.inf, "feasible", 1.9, large=True), solution(np.inf, "feasible", 1.7)
-    for binds, wanted in ((PERHAPS, [None, -np.inf, 1.7]), (LIKELY, [None, 1.9])):
-        solver = _Solver([replaced(first), replaced(second), solution(1.95)])
-        solve_halved(make, solver, 100.0, lambda s=solver: s.now, binds=binds)
-        assert [a[3].get("proved") for a in solver.asked] == wanted
-
-
-def replaced(answer: Any) -> Any:
-    """A copy with a report of its own."""
-    return SimpleNamespace(**{**vars(answer), "report": dict(answer.report)})
+    solver = _Solver([first, solution(), second, solution(1.95)])
+    solve_divided(make, solver, 100.0, lambda: solver.now)
+    assert [a[3].get("proved") for a in solver.asked] == [None, None, -np.inf, 1.7]
 
 
 def test_that_part_is_no_less_than_twice_what_the_program_took_without_a_budget() -> None:
     for took, wanted in ((5.0, 20.0), (15.0, 30.0), (21.0, 80.0)):  # seconds; all that is left where half is less
         first = solution(2.0, "feasible", large=True, took=took)
-        solver = _Solver([first, solution(2.0)], takes=20.0)
-        solve_halved(make, solver, 100.0, lambda s=solver: s.now, bound_part=0.25)
-        assert solver.asked[1][3].get("steady_seconds", solver.asked[1][2]) == wanted
-        assert ("plan_seconds" in solver.asked[1][3]) == (took < 20.0), (
-            "for another program, which there is no time for"
-        )
+        solver = _Solver([first, solution(), solution(2.0)], takes=20.0)
+        solve_divided(make, solver, 100.0, lambda s=solver: s.now, bound_part=0.25)
+        prices, fine = solver.asked[1], solver.asked[2]
+        assert fine[3].get("steady_seconds", prices[2]) == wanted
+        assert ("plan_seconds" in fine[3]) == (took < 20.0), "for another program, which there is no time for"
 
 
 def test_what_was_left_without_proof_goes_on_from_there() -> None:
     first, second = solution(2.0, "feasible", 1.8, large=True), solution(1.95, "feasible", 1.9)
-    second.report["rounding_error_seconds"] = 0.01
-    solver = _Solver([first, second], takes=3.0)
-    _, found, _ = solve_halved(make, solver, 100.0, lambda: solver.now)
-    left = Left.of(True, found)
+    second.report |= {"rounding_error_seconds": 0.01, "prices": {5: 1e-9}}
+    solver = _Solver([first, solution(), second], takes=3.0)
+    _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now)
+    left = Left.of(0.5, found)
     assert left is not None
     solver = _Solver([solution(1.91)])
-    problem, again, notes = solve_halved(make, solver, 50.0, lambda: solver.now, left_before=left)
-    known = {"relaxed": [7, 8, 8], "without_memory": 1.8, "proved": pytest.approx(1.89)}
+    problem, again, notes = solve_divided(make, solver, 50.0, lambda: solver.now, left_before=left)
+    known = {"relaxed": [7, 8, 8], "without_memory": 1.8, "proved": pytest.approx(1.89), "prices": {5: 1e-9}}
     assert solver.asked == [("fine", [7, 9], 50.0, known)]
     assert problem.name == "fine" and again.objective == 1.91 and notes == (halving.HALVED,)
-    assert Left.of(True, solution(2.0)) is None, "proved"
-    assert Left.of(False, solution(2.0, "feasible")) is None, "memory did not bind"
+    assert Left.of(0.5, solution(2.0)) is None, "proved"
+    assert Left.of(0.0, solution(2.0, "feasible")) is None, "memory did not bind"
 
 
 def test_also_of_a_program_that_cannot_be_halved() -> None:
     one, first = problem("tied", [0, 1, 2]), solution(2.0, "feasible", 1.9, large=True)
     solver = _Solver([first, solution(1.95)], takes=20.0)
-    _, found, notes = solve_halved(lambda halved: one, solver, 100.0, lambda: solver.now, bound_part=0.25)
+    _, found, notes = solve_divided(lambda share: one, solver, 100.0, lambda: solver.now, bound_part=0.25)
     known = {"relaxed": [7, 8], "without_memory": 1.9, "proved": 1.9, "steady_seconds": 20.0}
     assert solver.asked == [("tied", None, 100.0, {"rows": False}), ("tied", [7, 9], 40.0, known)]
     assert found.objective == 1.95 and found.report["without_memory"] == 1.9 and not notes
     assert found.report["free_seconds"] == first.seconds
     solver = _Solver([solution(2.0)])  # it does not bind
-    solve_halved(lambda halved: one, solver, 100.0, lambda: solver.now, bound_part=0.25)
+    solve_divided(lambda share: one, solver, 100.0, lambda: solver.now, bound_part=0.25)
     assert len(solver.asked) == 1
 
 
-def test_programs_of_three_axes_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_three_axes_are_wide_and_halved_without_looking_for_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     edges = [SimpleNamespace(table=np.zeros((30, 40))), SimpleNamespace(table=np.zeros((20, 10)))]
     monkeypatch.setattr(halving, "WIDE_CELLS", 1400)
     assert not halving.wide(SimpleNamespace(edges=edges))
     assert halving.wide(SimpleNamespace(edges=[*edges, SimpleNamespace(table=np.zeros((1, 1)))]))
+    monkeypatch.setattr(halving, "WIDE_CELLS", -1)
+    solver = _Solver(answers(LARGE, 2.0))
+    _, _, notes = solve_divided(make, solver, 100.0, lambda: solver.now)
+    assert solver.names() == ["tied", "fine"] and notes == (halving.HALVED,)
+
+
+def test_a_mixture_far_from_the_bound_says_nothing() -> None:
+    for bound, share in ((2.01, 0.75), (1.9, 0.5)):
+        first, prices = solution(np.inf, "feasible", 1.9, large=True), solution(lower=bound)
+        prices.report["mixture"] = [(0.2, 2.1, np.array([1, 4])), (0.8, 2.0, np.array([1, 3]))]
+        solver = _Solver([first, prices, solution(1.95)])
+        assert solve_divided(make, solver, 100.0, lambda s=solver: s.now)[0].table.first_share == share

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs.overlap import overlap_notes
+from autoshard_ilp.division import HALF
 from autoshard_ilp.errors import UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
-from autoshard_ilp.halving import Binds, Left, solve_halved, within
+from autoshard_ilp.halving import Left, solve_divided, within
 from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
 from autoshard_ilp.progress import Progress
@@ -50,8 +51,8 @@ class Failure:
 def left_of(answer: Plan | Failure) -> Left | None:
     """Where an attempt ended without proof; None where there is nothing to go on from."""
     if isinstance(answer, Failure):
-        return None if answer.table is None else Left.of(answer.table.halved, answer.solution)
-    return None if answer.trail is None else Left.of(answer.trail.costs.halved, answer.trail.solution)
+        return None if answer.table is None else Left.of(answer.table.first_share, answer.solution)
+    return None if answer.trail is None else Left.of(answer.trail.costs.first_share, answer.trail.solution)
 
 
 NEARLY_GAP = 0.05
@@ -89,7 +90,7 @@ class Priced:
 
     @property
     def program(self) -> Any:
-        """The program, as :func:`autoshard_ilp.halving.solve_halved` wants it."""
+        """The program, as :func:`autoshard_ilp.halving.solve_divided` wants it."""
         return self.built.program
 
 
@@ -104,7 +105,7 @@ def attempt(
     origin: Any = None,
     seconds: float = math.inf,
     cutoff: float = math.inf,
-    binds: Binds = Binds.PERHAPS,
+    surely: bool = False,
     dear: float = 1.0,
     free_part: float = 1.0,
     bound_part: float = 1.0,
@@ -113,17 +114,17 @@ def attempt(
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
 
     ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow. Only a plan
-    whose objective is below ``cutoff`` (seconds) is wanted. ``binds``, ``free_part`` and ``bound_part`` as in
-    :func:`solve_halved`, ``dear`` as in :func:`autoshard_ilp.program.solve`.
+    whose objective is below ``cutoff`` (seconds) is wanted. ``surely``, ``free_part`` and ``bound_part`` as in
+    :func:`solve_divided`, ``dear`` as in :func:`autoshard_ilp.program.solve`.
     """
     from autoshard_ilp.program import solve
 
     facts = functools.cache(lambda: read(step.graph, request))
 
-    def priced(halved: bool) -> Priced:
+    def priced(first_share: float) -> Priced:
         with progress.stage("strategies"):
             known, pinned = facts()
-            table = price(known, pinned, request, halved)
+            table = price(known, pinned, request, first_share)
         with progress.stage("costs"):
             return Priced(table, build(step, infos, table, request), pinned)
 
@@ -134,7 +135,7 @@ def attempt(
 
     limit = min(seconds, request.solver.time_limit)
     parts: dict[str, Any] = {"free_part": free_part, "bound_part": bound_part, "left_before": left_before}
-    found, solution, notes = solve_halved(priced, solved, limit, cutoff=cutoff, binds=binds, **parts)
+    found, solution, notes = solve_divided(priced, solved, limit, cutoff=cutoff, surely=surely, **parts)
     table, built = found.table, found.built
     if solution.choices is None and solution.report.get("interrupted"):
         raise KeyboardInterrupt  # there is no plan to keep, and nothing else shall be tried
@@ -184,8 +185,8 @@ def read(graph: Any, request: Request) -> tuple[Any, Pinned]:
 
 
 @collector_paused()
-def price(facts: Any, pinned: Pinned, request: Request, halved: bool = False) -> Any:
-    """The cost table of a graph (:func:`read`); ``halved`` as in :func:`build_table`."""
+def price(facts: Any, pinned: Pinned, request: Request, first_share: float = 0.0) -> Any:
+    """The cost table of a graph (:func:`read`); ``first_share`` as in :func:`build_table`."""
     from autoshard_ilp.costs.collectives import CollectiveCosts
     from autoshard_ilp.costs.prices import Prices, once
     from autoshard_ilp.costs.table import build_table
@@ -203,7 +204,7 @@ def price(facts: Any, pinned: Pinned, request: Request, halved: bool = False) ->
         collectives,
         prices=prices,
         restriction=pinned.restrict,
-        halved=halved,
+        first_share=first_share,
     )
 
 
@@ -223,7 +224,11 @@ def tied_note(table: Any) -> str:
 
 def shared(table: Any) -> str:
     """Which decisions repeated layers share."""
-    return "share two decisions, one for each half of them" if table.halved else "share one decision"
+    if not table.first_share:
+        return "share one decision"
+    if table.first_share == HALF:
+        return "share two decisions, one for each half of them"
+    return f"share two decisions, one for the first {100 * table.first_share:.2g}% of them"
 
 
 def assemble(
@@ -276,7 +281,7 @@ def assemble(
         unknown=table.unknown,
         notes=notes,
         course=course_of(built, table, choices),
-        origin={**recipe(request), **({"halved": True} if table.halved else {}), **origin},
+        origin={**recipe(request), **({"first_share": table.first_share} if table.first_share else {}), **origin},
         signature=signature_of(step),
         remat_policy=step.remat,
         remat=recomputed_layers(graph),

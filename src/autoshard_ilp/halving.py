@@ -1,10 +1,10 @@
 """Two decisions for the repeated layers, or one for each, where one is too coarse: where memory binds.
 
 A decision that all layers share moves the memory of all of them at once, so a plan may have to leave gigabytes unused.
-With one decision for the first half of the layers and one for the second, a mixture fits, and the bound is close to the
-best plan: although it is larger, that program is the easier one. In a small step every layer decides for itself then.
-Whether memory binds is known once the program with one decision for all is solved without memory; what fits then is the
-answer, and nothing is halved.
+Let the first layers decide for themselves, and the others: if as many are the first as the prices of bytes ask for
+(:mod:`autoshard_ilp.division`), a plan fits that is close to the bound, and although that program is larger, it is the
+easier one. In a small step every layer decides for itself then. Whether memory binds is known once the program with one
+decision for all is solved without memory; what fits then is the answer, and nothing is divided.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from autoshard_ilp.costs.fold import LEAST_HALVED
+from autoshard_ilp.costs.fold import LEAST_SPLIT
+from autoshard_ilp.division import HALF, division_of
 
 HALVED = "Memory binds: each half of the repeated layers decides for itself."
+DIVIDED = "Memory binds: the first {:.2g}% of the repeated layers decide for themselves, and so do the others."
 APART = "Memory binds: every repeated layer decides for itself."
 
-LOOK_SHARE = 0.2
-"""Of the time limit: what it may take to see that memory binds in the larger program, where that is expected ..."""
-
-LOOK_TIMES = 3.0
-"""... where that is at least so many times what making it took: less shows nothing."""
-
 WIDE_CELLS = 3_000_000
-"""Table cells of a program with one decision per repeated layer: of two mesh axes less, of three more."""
+"""Table cells of a program with one decision per repeated layer: of two mesh axes less, of three more. Of more, prices
+take long, and the plans met with them are poor."""
+
+CLOSE = 0.01
+"""Relative distance to the bound from which on a mixture of plans says nothing."""
 
 PLAN_SHARE = 0.6
 """Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
@@ -44,14 +43,6 @@ BOUND_TIMES = 2.0
 
 BOUND_SHARE = 0.5
 """... as long as that is no larger share of what is left; so long a part may get while plans go on getting better."""
-
-
-class Binds(Enum):
-    """Whether memory binds, as far as is known beforehand."""
-
-    PERHAPS = 0
-    LIKELY = 1
-    SURELY = 2
 
 
 class Priced(Protocol):
@@ -71,29 +62,31 @@ class Left:
     """Where a solve was left under a budget that binds, without proof, so that it can go on from there.
 
     Attributes:
-        halved: whether it was that of the larger program.
+        first_share: of the repeated layers, those that decide apart from the others; 0 in the smaller program.
         choices: of the best plan found, if any.
         relaxed: of the best plan without a budget, nearly.
         lower_bound, without_memory: seconds, with and without a budget.
         free_seconds: what solving it without a budget took.
+        prices: time -> seconds per byte in use then, where some are known.
     """
 
-    halved: bool
+    first_share: float
     choices: np.ndarray | None
     relaxed: np.ndarray
     lower_bound: float
     without_memory: float
     free_seconds: float
+    prices: Mapping[int, float] | None = None
 
     @staticmethod
-    def of(halved: bool, solution: Any) -> Left | None:
+    def of(first_share: float, solution: Any) -> Left | None:
         """None where nothing is left to do, or where it was not the budget that took long."""
         report = solution.report
         relaxed = report.get("relaxed")
         if solution.status != "feasible" or relaxed is None:
             return None
         known = report["without_memory"], report["free_seconds"]
-        return Left(halved, solution.choices, relaxed, _bound(solution), *known)
+        return Left(first_share, solution.choices, relaxed, _bound(solution), *known, report.get("prices"))
 
 
 def _bound(solution: Any) -> float:
@@ -112,13 +105,13 @@ class Solve(Protocol[Q]):
         """Solves within ``seconds``, from a known assignment if there is one."""
 
 
-def solve_halved(
-    make: Callable[[bool], P],
+def solve_divided(
+    make: Callable[[float], P],
     solve: Solve[P],
     time_limit: float,
     clock: Callable[[], float] = time.monotonic,
     cutoff: float = math.inf,
-    binds: Binds = Binds.PERHAPS,
+    surely: bool = False,
     free_part: float = 1.0,
     bound_part: float = 1.0,
     left_before: Left | None = None,
@@ -126,13 +119,13 @@ def solve_halved(
     """Solves a program and, where memory binds, the one with two decisions per repeated layer instead.
 
     Args:
-        make: makes the program, with two decisions per repeated layer (True) or with one.
+        make: makes the program in which so large a share of the repeated layers decides apart from the others; 0: with
+            one decision for all.
         solve: (problem, start, seconds, further keywords) -> solution.
         time_limit: seconds for everything.
         clock: seconds that only grow.
         cutoff: objective, in seconds, that ``solve`` only wants a better plan for.
-        binds: where memory is likely to bind, the larger program is looked at first, if there is time; where it surely
-            does, it is solved at once.
+        surely: memory binds; the program is not solved without it first.
         free_part: of the time left, what the proof may take as long as memory does not bind.
         bound_part: of the time left then, what it may take where memory binds (a little time is not divided so much).
         left_before: where an earlier call for the same step ended; it goes on from there.
@@ -163,42 +156,59 @@ def solve_halved(
         return bool(known or ended or left() <= 0)
 
     if left_before is not None:
-        same = make(left_before.halved)
+        same = make(left_before.first_share)
         found = _with_memory(same, solve, left_before, left())
-        return same, found, (_note(same),) if left_before.halved else ()
-    for halved in (False,) if binds is Binds.PERHAPS else (True, False):
-        since = clock()
-        one = make(halved)
-        made_seconds, look_seconds = clock() - since, LOOK_SHARE * time_limit
-        if not splittable(one):
-            return one, _alone(one, solve, left, over, part if bound_part < 1 else None), ()
-        if binds is Binds.SURELY:
-            return one, solve(one, None, left(), relaxed=cheapest(one.program)), (_note(one),)
-        if halved and look_seconds < LOOK_TIMES * made_seconds:
-            continue
-        first = solve(one, None, look_seconds if halved else free_part * left(), rows=False)
+        return same, found, (_note(same),) if left_before.first_share else ()
+    one = make(0.0)
+    if not splittable(one):
+        return one, _alone(one, solve, left, over, part if bound_part < 1 else None), ()
+    parts: dict[str, float] = {}
+    if surely:
+        known = Left(0.0, None, cheapest(one.program), -math.inf, -math.inf, 0.0)
+    else:
+        first = solve(one, None, free_part * left(), rows=False)
         relaxed = first.report.pop("relaxed", None)
-        if relaxed is not None or over(first):
-            break
-    if relaxed is None or over(first):
-        return one, first, ()
-    fine = one if one.table.halved else make(True)
-    start = None if first.choices is None else start_of(one.table, fine.table, first.choices)
-    parts = part(first)
-    if not short(first):
-        parts["plan_seconds"] = PLAN_SHARE * min(parts.values())
-    proved = _bound(first) if one.table.halved else -math.inf  # the larger program may be cheaper
-    known = Left(True, start, start_of(one.table, fine.table, relaxed), proved, _bound(first), first.seconds)
-    second = _with_memory(fine, solve, known, **parts)
-    if second.choices is None and not over(second) and not one.table.halved:
-        known = Left(False, first.choices, relaxed, _bound(second), _bound(first), first.seconds)
+        if relaxed is None or over(first):
+            return one, first, ()
+        known, parts = Left(0.0, first.choices, relaxed, -math.inf, _bound(first), first.seconds), part(first)
+        if not short(first):
+            parts["plan_seconds"] = PLAN_SHARE * min(parts.values())
+    ends = clock() + parts.pop("seconds", left())
+    division, prices = None, None
+    if not wide(one.program):
+        shown = solve(one, None, ends - clock(), mixing=True, relaxed=known.relaxed)
+        mixture, prices = shown.report.get("mixture", ()), shown.report.get("prices")
+        seconds = sum(weight * cost for weight, cost, _ in mixture)
+        if seconds - shown.lower_bound <= CLOSE * abs(seconds):
+            division = division_of(one.table, mixture)
+    fine = make(HALF if division is None else division.first_share)
+    starts = [] if known.choices is None else [start_of(one.table, fine.table, known.choices)]
+    starts += [] if division is None else [division.start(one.table, fine.table)]
+    of_fine = replace(known, first_share=fine.table.first_share, choices=best_of(fine.program, starts))
+    of_fine = replace(of_fine, relaxed=start_of(one.table, fine.table, known.relaxed), prices=prices)
+    second = _with_memory(fine, solve, of_fine, max(0.0, ends - clock()), **parts)
+    if second.choices is None and not surely and not over(second):
+        known = replace(known, lower_bound=_bound(second))
         return one, _with_memory(one, solve, known, **part(first)), ()
     return fine, second, (_note(fine),)
 
 
+def best_of(program: Any, starts: Sequence[np.ndarray]) -> np.ndarray | None:
+    """The cheapest of some assignments that fits; else the one that is nearest to fit, None of none."""
+    ranked = []
+    for position, choices in enumerate(starts):
+        cost = program.cost(choices)
+        if math.isfinite(cost):
+            ranked.append((max(0, program.peak(choices) - program.capacity), cost, position))
+    return starts[min(ranked)[2]] if ranked else None
+
+
 def _note(problem: Priced) -> str:
     """What the larger program lets decide for itself."""
-    return HALVED if any(len(c.members) > 1 for c in problem.table.classes) else APART
+    if not any(len(c.members) > 1 for c in problem.table.classes):
+        return APART
+    share = problem.table.first_share
+    return HALVED if share == HALF else DIVIDED.format(100 * share)
 
 
 def _alone(
@@ -215,26 +225,28 @@ def _alone(
     relaxed = first.report.pop("relaxed", None)
     if relaxed is None or over(first):
         return first
-    known = Left(False, first.choices, relaxed, _bound(first), _bound(first), first.seconds)
+    known = Left(0.0, first.choices, relaxed, _bound(first), _bound(first), first.seconds)
     return _with_memory(one, solve, known, **part(first))
 
 
 def _with_memory(problem: P, solve: Solve[P], known: Left, seconds: float, **more: Any) -> Any:
     """Solves where memory binds, from what is known."""
     of_relaxed = {"relaxed": known.relaxed, "without_memory": known.without_memory}
+    if known.prices:
+        more["prices"] = known.prices
     found = solve(problem, known.choices, seconds, proved=known.lower_bound, **of_relaxed, **more)
     found.report.update(of_relaxed, free_seconds=known.free_seconds)
     return found
 
 
 def wide(program: Any) -> bool:
-    """Whether a program is so large that looking at the halved one first may take longer than solving this one."""
+    """Whether a program has so many cells that prices take long."""
     return sum(edge.table.size for edge in program.edges) > WIDE_CELLS
 
 
 def splittable(problem: Priced) -> bool:
-    """Whether there is a capacity, and repeated layers whose decision is, or may be, halved."""
-    enough = problem.table.halved or any(len(c.members) >= LEAST_HALVED for c in problem.table.classes)
+    """Whether there is a capacity, and repeated layers whose decision is, or may be, divided."""
+    enough = problem.table.first_share or any(len(c.members) >= LEAST_SPLIT for c in problem.table.classes)
     return enough and problem.program.capacity is not None
 
 

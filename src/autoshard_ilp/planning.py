@@ -13,7 +13,7 @@ from autoshard_ilp.agreement import facts_of_step, planned_once
 from autoshard_ilp.anyplan import any_plan
 from autoshard_ilp.attempt import Failure, assemble, attempt, free_peak_bytes, left_of
 from autoshard_ilp.garbage import old_objects_left
-from autoshard_ilp.halving import Binds, Left, wide
+from autoshard_ilp.halving import Left
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import together
 from autoshard_ilp.progress import Progress
@@ -97,24 +97,22 @@ class Expected:
     Attributes:
         tight: something did not fit, or memory bound although all blocks recompute.
         bound: the last policy for all blocks recomputes, and memory binds nevertheless.
-        large: programs are, as of three mesh axes.
         asked: policies so far.
         left: where the last attempt under each of them ended.
     """
 
     def __init__(self, policies: Sequence[str]) -> None:
         self.policies = policies
-        self.tight = self.bound = self.large = False
+        self.tight = self.bound = False
         self.asked: set[str] = set()
         self.left: dict[str, Left | None] = {}
 
     def of(self, policy: str) -> dict[str, Any]:
-        """Whether memory binds, as far as is known, and how much of the time that may take (:func:`solve_halved`)."""
+        """Whether memory binds, as far as is known, and how much of the time that may take (:func:`solve_divided`)."""
         if policy not in self.policies:  # some blocks: surely where it binds with all of them, else from some number on
-            return {"binds": Binds.SURELY if self.bound else Binds.PERHAPS}
+            return {"surely": self.bound}
         first = policy not in self.asked
         return {
-            "binds": Binds.LIKELY if self.tight and not self.large else Binds.PERHAPS,
             # Where all blocks recompute and it does not bind, fewer are worth more than the last of the proof.
             "free_part": FREE_PART if first and self.tight else 1.0,
             # Where it binds without recomputation, that may be faster.
@@ -130,8 +128,6 @@ class Expected:
             return answer.without_tables() if isinstance(answer, Failure) else answer
         self.bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0
         self.tight = self.tight or self.bound or isinstance(answer, Failure)
-        if isinstance(answer, Failure) and answer.built is not None:
-            self.large = self.large or wide(answer.built.program)
         return answer
 
 

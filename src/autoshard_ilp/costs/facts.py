@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs.combining import Shares, shares
-from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, FEW_OPERATIONS, WINDOW, fold, halves
+from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, FEW_OPERATIONS, WINDOW, fold, split
 from autoshard_ilp.costs.memory import Buffers, analyse
 from autoshard_ilp.costs.precision import Precision, precision
 from autoshard_ilp.deferral import Deferral, deferrals
@@ -72,14 +72,17 @@ class Facts:
         ops = (op for op in self.graph.ops if not self.rules[op.id].known)
         return tuple(sorted({f"{op.primitive} at {op.source or 'unknown source'}" for op in ops}))
 
-    def classes(self, halved: bool) -> np.ndarray:
-        """Class of each op, results of donated arguments sharing the argument's class; ``halved`` as in
-        :func:`~autoshard_ilp.costs.fold.halves`; a small step's are all apart then."""
+    def classes(self, first_share: float) -> np.ndarray:
+        """Class of each op, results of donated arguments sharing the argument's class.
+
+        Of the repeated layers, ``first_share`` decide apart from the others (:func:`~autoshard_ilp.costs.fold.split`;
+        of a small step all do); 0: they all share their decisions.
+        """
         classes = self._tied
-        if halved and len(classes) <= FEW_OPERATIONS:
+        if first_share and len(classes) <= FEW_OPERATIONS:
             classes = list(range(len(classes)))
-        elif halved:
-            classes = halves(classes, [op.phase == "backward" for op in self.graph.ops])
+        elif first_share:
+            classes = split(classes, [op.phase == "backward" for op in self.graph.ops], first_share)
         classes = list(classes)
         for result, argument in self.graph.aliases:
             classes[result] = classes[argument]

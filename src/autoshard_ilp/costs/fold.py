@@ -7,8 +7,8 @@ shorter than a layer tells its operations apart, yet ends within the first and t
 Tying is a restriction: every tied assignment is a valid assignment of the whole step, with exactly the cost of its
 parts times their number. What it costs is asked of the step without ties (:mod:`autoshard_ilp.untied`).
 
-Where memory binds, one decision for all layers is coarse: it moves gigabytes at once. :func:`halves` loosens the tie:
-the first half of the layers decides for itself, and so does the second. In a small step every layer does.
+Where memory binds, one decision for all layers is coarse: it moves gigabytes at once. :func:`split` loosens the tie:
+the first layers decide for themselves, and so do the others. In a small step every layer does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ WINDOW = 40
 ARGUMENT_WINDOW = 8
 """The same among arguments and results, which follow the order of the layers too but are fewer."""
 
-LEAST_HALVED = 4
-"""Classes with fewer members stay whole in :func:`halves`."""
+LEAST_SPLIT = 4
+"""Classes with fewer members stay whole in :func:`split`."""
 
 FEW_OPERATIONS = 2000
 """Of a step so small that where memory binds nothing is tied: such programs are solved sooner than coarse ones."""
@@ -59,13 +59,21 @@ def fold(signatures: Sequence[Hashable], windows: Sequence[int]) -> list[int]:
     return result
 
 
-def halves(classes: Sequence[int], backward: Sequence[bool]) -> list[int]:
-    """Finer classes: of each, the members in the first half of the layers, and those in the second.
+def split(classes: Sequence[int], backward: Sequence[bool], share: float) -> list[int]:
+    """Finer classes: of each, the members in the first layers, and those in the others.
 
     Args:
         classes: class of each operation, in program order.
         backward: whether an operation is part of the backward pass, which walks the layers from the last to the first.
+        share: of the layers, how many are the first (of a class that is split at least one, and not all).
     """
+    whole = np.asarray(classes, np.int64)
+    others = ~in_first_layers(whole, backward, share)
+    return (whole + others * (int(whole.max(initial=0)) + 1)).tolist()
+
+
+def in_first_layers(classes: Sequence[int] | np.ndarray, backward: Sequence[bool], share: float) -> np.ndarray:
+    """Whether each operation is in the first layers; so is what repeats too little to be split. As in :func:`split`."""
     whole = np.asarray(classes, np.int64)
     order = np.argsort(whole, kind="stable")
     count = np.bincount(whole)
@@ -74,5 +82,5 @@ def halves(classes: Sequence[int], backward: Sequence[bool]) -> list[int]:
     place[order] = np.arange(len(whole)) - start[whole[order]]
     size = count[whole]
     place = np.where(np.asarray(backward, bool), size - 1 - place, place)
-    second = (size >= LEAST_HALVED) & (2 * place >= size)
-    return (whole + second * len(count)).tolist()
+    first = np.clip(np.ceil(share * size - 1e-9), 1, size - 1)
+    return (size < LEAST_SPLIT) | (place < first)

@@ -105,7 +105,7 @@ class CostTable:
     precision: Precision
     alike: np.ndarray  # op id -> class if all repeated layers shared one decision
     unknown: tuple[str, ...] = field(default=())
-    halved: bool = False  # the first and the second half of the repeated layers are decided apart
+    first_share: float = 0.0  # of the repeated layers, those that decide apart from the others; 0: all share decisions
 
     @property
     def tied(self) -> bool:
@@ -126,7 +126,7 @@ def build_table(
     *,
     prices: Prices | None = None,
     restriction: Restriction | None = None,
-    halved: bool = False,
+    first_share: float = 0.0,
 ) -> CostTable:
     """Prices a graph on a mesh.
 
@@ -134,15 +134,20 @@ def build_table(
         facts: of the graph.
         prices: of this mesh and profile, where some are known.
         restriction: drops strategies that a pin forbids; the facts tell apart ops it treats differently.
-        halved: repeated layers share two decisions, one for either half of them, instead of one.
+        first_share: of the repeated layers, how many share one decision, and the others another; 0: all share one.
     """
-    class_of = facts.classes(halved)
+    class_of = facts.classes(first_share)
     members: dict[int, list[int]] = {}
     for op_id, c in enumerate(class_of):
         members.setdefault(int(c), []).append(op_id)
+    alike = facts.classes(0.0) if first_share else class_of
+    tied: dict[int, list[int]] = {}  # what a step pays does not depend on how its layers are divided
+    for op_id, c in enumerate(alike):
+        tied.setdefault(int(c), []).append(op_id)
+    shares = {c: facts.shares.of_reductions(facts.graph, own) for c, own in tied.items()}
     prices = Prices.of(axis_sizes, collectives) if prices is None else prices
     fixed = (axis_sizes, collectives, restriction, prices.classes)
-    classes = tuple(_price(facts, members[c], *fixed) for c in range(len(members)))
+    classes = tuple(_price(facts, members[c], shares[int(alike[members[c][0]])], *fixed) for c in range(len(members)))
     return CostTable(
         facts.graph,
         axis_names,
@@ -152,18 +157,19 @@ def build_table(
         facts.buffers,
         classes,
         class_of,
-        _flows(facts.graph, class_of, classes, facts.shares),
+        _flows(facts.graph, class_of, alike, classes, facts.shares),
         prices,
         facts.precision,
-        facts.classes(False) if halved else class_of,
+        alike,
         facts.unknown,
-        halved,
+        first_share,
     )
 
 
 def _price(
     facts: Facts,
     members: list[int],
+    share: float,
     axis_sizes: tuple[int, ...],
     collectives: CollectiveSeconds,
     restriction: Restriction | None,
@@ -191,7 +197,6 @@ def _price(
     shapes = tuple((t.shape, t.itemsize) for t in (*ins, *outs))
     first = op.params.get("first") is None
     deferral = facts.deferred[op.id]
-    share = facts.shares.of_reductions(graph, members)
     looks_up = getattr(profile, "family", "") == "tpu" and is_lookup(graph, op)
     row_bytes = float(rounded.moved(graph, op, 0)) if looks_up else 0.0
     lookup = (row_bytes, looks_up and several_tables(graph))
@@ -249,7 +254,9 @@ def _undominated(strategies: list[Strategy], seconds: np.ndarray) -> list[int]:
     return sorted(best.values())
 
 
-def _flows(graph: Graph, class_of: np.ndarray, classes: Sequence[OpClass], shares: Shares) -> tuple[Flow, ...]:
+def _flows(
+    graph: Graph, class_of: np.ndarray, alike: np.ndarray, classes: Sequence[OpClass], shares: Shares
+) -> tuple[Flow, ...]:
     uses: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
     for op in graph.ops:
         v = int(class_of[op.id])
@@ -269,12 +276,18 @@ def _flows(graph: Graph, class_of: np.ndarray, classes: Sequence[OpClass], share
         first = op.params.get("first") if op.primitive == "hub" else None
         if first is not None:
             uses.setdefault((int(class_of[first]), 0, v, REUSE), []).append((op.id, 0))
+
+    def kind(key: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+        u, j, v, i = key
+        return int(alike[classes[u].members[0]]), j, int(alike[classes[v].members[0]]), i
+
+    tied: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
+    for key, members in uses.items():
+        tied.setdefault(kind(key), []).extend(members)
+    passing = {key: 1.0 if key[3] == REUSE else shares.of_gathers(graph, own) for key, own in tied.items()}
     return tuple(
-        Flow(
-            *(u, j, v, i, sum(executions(graph, op, k) for op, k in members), tuple(members)),
-            1.0 if i == REUSE else shares.of_gathers(graph, members),
-        )
-        for (u, j, v, i), members in uses.items()
+        Flow(*key, sum(executions(graph, op, k) for op, k in members), tuple(members), passing[kind(key)])
+        for key, members in uses.items()
     )
 
 

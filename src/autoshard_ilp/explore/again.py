@@ -80,12 +80,12 @@ def narrower(a: Allowed, b: Allowed) -> bool:
     return all(path in a and a[path] <= layouts for path, layouts in b.items())
 
 
-def reprice(step: Any, infos: Any, request: Any, progress: Any, halved: bool = False) -> Problem:
+def reprice(step: Any, infos: Any, request: Any, progress: Any, first_share: float = 0.0) -> Problem:
     """Prices a step from scratch (rules and trace are kept)."""
     from autoshard_ilp.attempt import build, price, read
 
     with progress.stage("strategies"):
-        table = price(*read(step.graph, request), request, halved)
+        table = price(*read(step.graph, request), request, first_share)
     with progress.stage("costs"):
         built = build(step, infos, table, request)
     return Problem(step, infos, table, built, request, request, built.program)
@@ -97,15 +97,15 @@ def adapted(problem: Problem, request: Any, progress: Any) -> Problem:
     same_prices = (old.mesh, old.profile, old.physical_shape) == (request.mesh, request.profile, request.physical_shape)
     folded = old.solver.fold_layers == request.solver.fold_layers
     if not (same_prices and folded):
-        return reprice(problem.step, problem.infos, request, progress, problem.table.halved)
+        return reprice(problem.step, problem.infos, request, progress, problem.table.first_share)
     shapes = path_shapes(problem.step.graph)
     wanted = allowed_layouts(request, shapes)
     if not narrower(wanted, allowed_layouts(old, shapes)):
-        return reprice(problem.step, problem.infos, request, progress, problem.table.halved)
+        return reprice(problem.step, problem.infos, request, progress, problem.table.first_share)
     with progress.stage("costs"):
         masks = class_masks(problem.table, wanted)
         if masks is None:  # some of the tensors that share a decision are pinned, others are not
-            return reprice(problem.step, problem.infos, request, progress, problem.table.halved)
+            return reprice(problem.step, problem.infos, request, progress, problem.table.first_share)
         program = masked(weighted(problem, request.objective), masks, request.capacity)
     return replace(problem, request=request, program=program)
 
@@ -254,7 +254,7 @@ def plan_of(problem: Problem, solution: Any, progress: Any, like: Any) -> Any:
     """The plan of a solution; mode, batch size and origin are those of the plan ``like``."""
     from autoshard_ilp.attempt import assemble
 
-    kept = {k: v for k, v in like.origin.items() if k not in ("hardware", "pins", "halved")}
+    kept = {k: v for k, v in like.origin.items() if k not in ("hardware", "pins", "first_share", "halved")}
     plan = assemble(
         problem.step,
         problem.infos,

@@ -29,7 +29,7 @@ def priced_again(plan: Plan, progress: Any = None) -> Plan:
     request = _request(plan)
     infos = plan.executable.traced or _Infos(plan)  # type: ignore[union-attr]
     with Progress(progress).running() as shown:
-        problem = reprice(plan.executable, infos, request, shown, bool(plan.origin.get("halved")))
+        problem = reprice(plan.executable, infos, request, shown, _first_share(plan))
         found = _as_planned(problem, plan)
         known = Known()
         if found is not None:
@@ -41,6 +41,11 @@ def priced_again(plan: Plan, progress: Any = None) -> Plan:
         solution, infos, request, request, (plan.remat_policy,),
     )  # fmt: skip
     return replace(plan, trail=trail)
+
+
+def _first_share(plan: Plan) -> float:
+    """Of the repeated layers, those that decided apart from the others; files of earlier versions know halves only."""
+    return float(plan.origin.get("first_share", 0.5 if plan.origin.get("halved") else 0.0))  # type: ignore[arg-type]
 
 
 class _Infos:

@@ -21,7 +21,7 @@ from autoshard_ilp.explore.again import (
     reprice,
     solved,
 )
-from autoshard_ilp.halving import solve_halved
+from autoshard_ilp.halving import Left, cheapest, solve_divided
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.untied import NODES, without_ties
@@ -191,7 +191,7 @@ def _again(
     **expected: Any,
 ) -> Any:
     """The plan under one policy, or the failure; ``cutoff`` and ``dear`` as in :func:`autoshard_ilp.program.solve`,
-    the rest as in :func:`autoshard_ilp.halving.solve_halved`."""
+    the rest as in :func:`autoshard_ilp.halving.solve_divided`."""
     from autoshard_ilp.step import graph_of
 
     facts = Known()
@@ -212,11 +212,18 @@ def _again(
         own = facts if problem is first else Known(() if start is None else (start,))
         return solved(problem, progress, own, seconds, cutoff=cutoff, dear=dear, **keywords)
 
-    def make(halved: bool) -> Problem:
-        return reprice(first.step, first.infos, request, progress, halved=True) if halved else first
+    def make(first_share: float) -> Problem:
+        if first_share == first.table.first_share:
+            return first
+        return reprice(first.step, first.infos, request, progress, first_share)
 
     limit = min(seconds, request.solver.time_limit)
-    found, solution, notes = solve_halved(make, solve, limit, cutoff=cutoff, **expected)
+    share = first.table.first_share
+    if known is not None and share and request.capacity == known.problem.request.capacity:
+        # Under the same budget the layers are best divided as they are, or nearly so.
+        prices = known.solution.report.get("prices")
+        expected["left_before"] = Left(share, None, cheapest(first.program), -math.inf, -math.inf, 0.0, prices)
+    found, solution, notes = solve_divided(make, solve, limit, cutoff=cutoff, **expected)
     if solution.status == "infeasible" or solution.choices is None:
         return failure_of(found, solution)
     made = plan_of(found, solution, progress, plan)

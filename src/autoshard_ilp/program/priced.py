@@ -339,3 +339,4 @@ class PricedNet:
         cost = self.owner.program.cost(choices)
         if math.isfinite(cost):
             self.cuts.append((cost, self.owner.excess(choices)))
+            self.owner.met.append((*self.cuts[-1], choices))

@@ -74,6 +74,35 @@ class PricedRows:
         return out
 
 
+def mixture(cuts: Sequence[tuple[float, np.ndarray]], capacity: int) -> np.ndarray | None:
+    """Weights of plans, 1 in all, whose mixture fits in every row and costs least: a linear program.
+
+    Its value is what the best prices prove with these plans alone; few plans have a weight, one more than rows bind.
+
+    Args:
+        cuts: of plans, their cost in seconds and usage - capacity in bytes per row.
+        capacity: bytes.
+
+    Returns:
+        A weight per plan, or None where no mixture fits.
+    """
+    if not cuts:
+        return None
+    unit = max(abs(c) for c, _ in cuts) or 1.0
+    mathopt = load_mathopt()
+    model = mathopt.Model()
+    weights = [model.add_variable(lb=0.0) for _ in cuts]
+    model.add_linear_constraint(mathopt.fast_sum(weights) == 1.0)
+    for row in range(len(cuts[0][1])):
+        excess = [float(g[row]) / max(1, capacity) for _, g in cuts]
+        model.add_linear_constraint(mathopt.fast_sum(e * w for e, w in zip(excess, weights, strict=True)) <= 0.0)
+    model.minimize(mathopt.fast_sum(c / unit * w for (c, _), w in zip(cuts, weights, strict=True)))
+    result = mathopt.solve(model, mathopt.SolverType.GLOP)
+    if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
+        return None
+    return np.array(result.variable_values(weights))
+
+
 def model_maximiser(
     cuts: Sequence[tuple[float, np.ndarray]], box: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, float, np.ndarray] | None:

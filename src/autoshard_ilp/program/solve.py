@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,9 +72,11 @@ def solve(
     plan_seconds: float = math.inf,
     steady_seconds: float = math.inf,
     cutoff: float = math.inf,
+    mixing: bool = False,
     dear: float = 1.0,
     without_memory: float = -math.inf,
     proved: float = -math.inf,
+    prices: Mapping[int, float] | None = None,
     on_progress: Callable[[dict], None] | None = None,
 ) -> Solution:
     """Find the cheapest assignment within the memory capacity, with proof.
@@ -89,11 +92,14 @@ def solve(
         steady_seconds: seconds after which the search ends unless the plan known is getting better by much.
         cutoff: seconds; only a cheaper assignment is wanted. Where none is, the answer has ``choices=None`` and a bound
             of ``cutoff``.
+        mixing: look for the best prices of bytes alone, and for which plans, mixed, would fit and cost least:
+            ``report["prices"]``, ``report["mixture"]``. None of them needs to fit; ``relaxed`` is known.
         dear: share of the objective; once memory is proved to add more than this to the optimum without it, the search
             ends with any plan, or where only better ones than ``cutoff`` are wanted, without, and says so in
             ``report["too_dear"]``. 1: it does not.
         without_memory: seconds, a lower bound of that optimum, where one is known.
         proved: seconds, a lower bound of the objective, where one is known.
+        prices: time -> seconds per byte in use then, of a program much like this one.
         on_progress: called with ``{"stage", "seconds", "objective", "lower_bound", "choices"}``.
 
     Returns:
@@ -111,13 +117,19 @@ def solve(
         search.offer(np.asarray(hint, np.int64))
     infeasible = False
     try:
-        infeasible = solve_in_turn(search, lambda s: _solve_with_rows(s, rows, relaxed))
+        if mixing:
+            _look_for_prices(search, relaxed)
+        else:
+            infeasible = solve_in_turn(search, lambda s: _solve_with_rows(s, rows, relaxed, prices))
     except KeyboardInterrupt:
         search.report["interrupted"] = True
     except EmptyNodeError:
         infeasible = search.nothing_below()
     return search.finish(infeasible)
 
+
+UNLIMITED = 1 << 62
+"""Bytes."""
 
 CLOSE = 5e-2
 """Relative gap at which the relaxation without memory is left, once its best plan does not fit .."""
@@ -248,12 +260,14 @@ def _finish_with_cpsat(
         raise KeyboardInterrupt
 
 
-def _solve_with_rows(search: Search, rows: bool, relaxed: np.ndarray | None) -> bool:
+def _solve_with_rows(
+    search: Search, rows: bool, relaxed: np.ndarray | None, prices: Mapping[int, float] | None
+) -> bool:
     """Solve without memory; when the plan does not fit, solve with memory rows. True when proved infeasible."""
     load_kernels()
     room = _room(search)
     if room is None or relaxed is None or not _too_large(search.program, relaxed):
-        relaxed, bound = descend(search, room)
+        relaxed, bound = descend(search, room if rows else None)
         search.prove(bound)
         if relaxed is None:
             return False
@@ -264,9 +278,18 @@ def _solve_with_rows(search: Search, rows: bool, relaxed: np.ndarray | None) -> 
             search.report["relaxed"] = relaxed
             return False
     since = time.monotonic()
-    infeasible = Constrained(search, relaxed, room).run()
+    infeasible = Constrained(search, relaxed, room, prices).run()
     search.add_seconds("memory", since)
     return infeasible
+
+
+def _look_for_prices(search: Search, relaxed: np.ndarray | None) -> None:
+    """Prices and a mixture of plans, in the report; single ones of them need not fit."""
+    assert relaxed is not None
+    load_kernels()
+    room = Room.of(replace(search.program, capacity=UNLIMITED))
+    room.run()
+    Constrained(search, relaxed, room).mix()
 
 
 def _too_large(program: Program, choices: np.ndarray) -> bool:
