@@ -29,8 +29,11 @@ WIDE_CELLS = 3_000_000
 """Table cells of a program with one decision per repeated layer: of two mesh axes less, of three more. Of more, prices
 take long, and the plans met with them are poor."""
 
-CLOSE = 0.01
-"""Relative distance to the bound from which on a mixture of plans says nothing."""
+MIXED = 0.005
+"""Relative distance to the bound from which on a mixture of plans says nothing ..."""
+
+MIXING_SHARE = 0.25
+"""... and the part of the time left that looking for it may take."""
 
 PLAN_SHARE = 0.6
 """Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
@@ -174,15 +177,18 @@ def solve_divided(
         if not short(first):
             parts["plan_seconds"] = PLAN_SHARE * min(parts.values())
     ends = clock() + parts.pop("seconds", left())
-    division, prices = None, None
+    division, prices, plans = None, None, [known.choices]
     if not wide(one.program):
-        shown = solve(one, None, ends - clock(), mixing=True, relaxed=known.relaxed)
+        shown = solve(one, None, MIXING_SHARE * (ends - clock()), mixing=True, relaxed=known.relaxed)
+        if shown.report.get("interrupted"):
+            return one, shown, ()
         mixture, prices = shown.report.get("mixture", ()), shown.report.get("prices")
         seconds = sum(weight * cost for weight, cost, _ in mixture)
-        if seconds - shown.lower_bound <= CLOSE * abs(seconds):
+        if seconds - shown.lower_bound <= MIXED * abs(seconds):
             division = division_of(one.table, mixture)
+        plans.append(shown.choices)
     fine = make(HALF if division is None else division.first_share)
-    starts = [] if known.choices is None else [start_of(one.table, fine.table, known.choices)]
+    starts = [start_of(one.table, fine.table, plan) for plan in plans if plan is not None]
     starts += [] if division is None else [division.start(one.table, fine.table)]
     of_fine = replace(known, first_share=fine.table.first_share, choices=best_of(fine.program, starts))
     of_fine = replace(of_fine, relaxed=start_of(one.table, fine.table, known.relaxed), prices=prices)

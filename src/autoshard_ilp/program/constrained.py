@@ -23,15 +23,12 @@ from autoshard_ilp.program.infeasible import least_cost, minimum_capacity, weigh
 from autoshard_ilp.program.memory import Owners, Row, violated_times
 from autoshard_ilp.program.neighbourhood import Neighbourhood
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
-from autoshard_ilp.program.priced import PricedNet
-from autoshard_ilp.program.prices import mixture
 from autoshard_ilp.program.search import Search
 
 CELLS = 20_000
 SMALL = 3000
 MUCH = 0.3  # of the largest excess over the capacity
 FIRST_PRICE = 0.1  # of the relaxed cost per capacity
-LEAST_WEIGHT = 1e-6  # of a plan in a mixture
 
 
 class Constrained:
@@ -52,7 +49,6 @@ class Constrained:
         self.owners = Owners(self.program)
         self.rows: list[Row] = []
         self.prices = dict(prices or {})  # by time
-        self.met: list[tuple[float, np.ndarray, np.ndarray]] = []  # of this round: seconds, excess over rows, choices
         self.keep, self.room = room.keep, room
         self.relaxed = relaxed
         self.seen: list[np.ndarray] = []
@@ -89,7 +85,7 @@ class Constrained:
 
     def run(self) -> bool:
         """True when proved infeasible."""
-        fresh = self._first_times()
+        fresh = self.first_times()
         fresh += [t for t, price in self.prices.items() if price > 0 and t not in fresh]
         if fresh and math.isinf(self.search.upper):
             # What the worst moment needs at least, costs aside: often proves at once that nothing fits.
@@ -113,29 +109,7 @@ class Constrained:
                 return self.search.nothing_below()
         return False
 
-    def mix(self) -> None:
-        """Look for prices alone, and report them with the mixture of plans that they ask for."""
-        fresh = self._first_times()
-        while fresh and not self.stop():
-            self.rows += [self.owners.row(t) for t in fresh]
-            self.met = []
-            net = build_net(self.program, self.keep, self.rows, self.room.cells)
-            self.search.presolve(net, 3, CELLS)
-            part = PricedNet(self, net, np.array([self.prices.get(r.time, 0.0) for r in self.rows]))
-            part.improve_prices()
-            self.prices = {r.time: float(p) for r, p in zip(self.rows, part.prices, strict=True)}
-            self.search.report["prices"] = self.prices
-            fresh = part.fresh
-        self._mix()
-
-    def _mix(self) -> None:
-        """Report which plans, mixed, would fit and cost least: how much of what each of them holds."""
-        weights = mixture([(cost, excess) for cost, excess, _ in self.met], self.capacity)
-        if weights is not None:
-            mixed = zip(weights.tolist(), self.met, strict=True)
-            self.search.report["mixture"] = [(w, cost, x) for w, (cost, _, x) in mixed if w > LEAST_WEIGHT]
-
-    def _first_times(self) -> list[int]:
+    def first_times(self) -> list[int]:
         """The worst moments of the relaxed plan: what exceeds by little vanishes with what exceeds by much."""
         times = violated_times(self.program, self.relaxed, self.capacity, set())
         excess = self.program.usage_over_time(self.relaxed) - self.capacity

@@ -76,6 +76,7 @@ class PricedNet:
         self.net, self.prices = net, prices
         self.bound = -math.inf
         self.cuts: list[tuple[float, np.ndarray]] = []  # of plans: seconds, usage - capacity in bytes per row
+        self.met: list[np.ndarray] = []  # the plans
         self.fresh: list[int] = []
         self.begin()
 
@@ -339,4 +340,4 @@ class PricedNet:
         cost = self.owner.program.cost(choices)
         if math.isfinite(cost):
             self.cuts.append((cost, self.owner.excess(choices)))
-            self.owner.met.append((*self.cuts[-1], choices))
+            self.met.append(choices)

@@ -23,6 +23,7 @@ from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_net
 from autoshard_ilp.program.families import FREE, Families
 from autoshard_ilp.program.large.route import solve_in_turn
+from autoshard_ilp.program.mixing import Mixing
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.onchip import chip_aside
@@ -289,7 +290,7 @@ def _look_for_prices(search: Search, relaxed: np.ndarray | None) -> None:
     load_kernels()
     room = Room.of(replace(search.program, capacity=UNLIMITED))
     room.run()
-    Constrained(search, relaxed, room).mix()
+    Mixing(search, relaxed, room).run()
 
 
 def _too_large(program: Program, choices: np.ndarray) -> bool:
