@@ -232,7 +232,7 @@ def test_the_larger_program_starts_from_what_is_known() -> None:
     known = {"relaxed": [7, 8, 8], "plan_seconds": pytest.approx(0.6 * 97.0), "without_memory": 1.9, "proved": -np.inf}
     assert solver.asked == [
         ("tied", None, 100.0, {"rows": False}),
-        ("tied", None, 97.0, {"mixing": True, "relaxed": [7, 8]}),
+        ("tied", None, 97.0 / 4, {"mixing": True, "relaxed": [7, 8]}),
         ("fine", [7, 9, 9], 94.0, {**known, "prices": {5: 1e-9}}),
     ]
     assert found.report["without_memory"] == 1.9 and notes == (halving.HALVED,)
@@ -304,14 +304,14 @@ def test_one_program_alone_has_all_the_time(one: Any, surely: bool) -> None:
 def test_a_proof_gets_a_part_of_the_time_as_long_as_memory_does_not_bind() -> None:
     solver = _Solver(answers(LARGE, MIXED, 2.0), takes=10.0)
     solve_divided(make, solver, 100.0, lambda: solver.now, free_part=0.4)
-    assert [(a[0], a[2]) for a in solver.asked] == [("tied", 40.0), ("tied", 90.0), ("fine", 80.0)]
+    assert [(a[0], a[2]) for a in solver.asked] == [("tied", 40.0), ("tied", 22.5), ("fine", 80.0)]
 
 
 def test_where_memory_binds_another_part_of_it() -> None:
     solver = _Solver(answers(LARGE, MIXED, 2.0), takes=20.0)
     solve_divided(make, solver, 100.0, lambda: solver.now, bound_part=0.25)
     asked = [(a[0], a[2]) for a in solver.asked]
-    assert asked == [("tied", 100.0), ("tied", 40.0), ("fine", 20.0)], "if plans get better, half of it"
+    assert asked == [("tied", 100.0), ("tied", 10.0), ("fine", 20.0)], "if plans get better, half of it"
     assert solver.asked[2][3]["steady_seconds"] == 20.0 and solver.asked[2][3]["plan_seconds"] == pytest.approx(12.0)
 
 
@@ -329,7 +329,7 @@ def test_that_part_is_no_less_than_twice_what_the_program_took_without_a_budget(
         solver = _Solver([first, solution(), solution(2.0)], takes=20.0)
         solve_divided(make, solver, 100.0, lambda s=solver: s.now, bound_part=0.25)
         prices, fine = solver.asked[1], solver.asked[2]
-        assert fine[3].get("steady_seconds", prices[2]) == wanted
+        assert fine[3].get("steady_seconds", 4 * prices[2]) == wanted
         assert ("plan_seconds" in fine[3]) == (took < 20.0), "for another program, which there is no time for"
 
 
@@ -379,3 +379,20 @@ def test_a_mixture_far_from_the_bound_says_nothing() -> None:
         prices.report["mixture"] = [(0.2, 2.1, np.array([1, 4])), (0.8, 2.0, np.array([1, 3]))]
         solver = _Solver([first, prices, solution(1.95)])
         assert solve_divided(make, solver, 100.0, lambda s=solver: s.now)[0].table.first_share == share
+
+
+def test_where_bytes_cost_nothing_memory_does_not_bind_after_all() -> None:
+    for price, asked in ((0.0, ["tied", "prices", "tied"]), (1e-9, ["tied", "prices", "fine"])):
+        first, prices = solution(np.inf, "feasible", 1.9, large=True), solution(2.0, "feasible", 1.9999)
+        prices.report["prices"] = {5: price}
+        solver = _Solver([first, prices, solution(2.0)])
+        solve_divided(make, solver, 100.0, lambda s=solver: s.now)
+        assert solver.names() == asked
+        assert solver.asked[-1][1] == ([7, 9] if price == 0 else [7, 9, 9]), "the plan that fits is a start"
+
+
+def test_an_interrupt_while_prices_are_looked_for_ends_the_search() -> None:
+    first, prices = solution(np.inf, "feasible", 1.9, large=True), solution(2.0, "feasible", 1.9)
+    prices.report["interrupted"] = True
+    solver = _Solver([first, prices])
+    assert solve_divided(make, solver, 100.0, lambda: solver.now)[1] is prices

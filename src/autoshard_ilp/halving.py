@@ -30,10 +30,13 @@ WIDE_CELLS = 3_000_000
 take long, and the plans met with them are poor."""
 
 MIXED = 0.005
-"""Relative distance to the bound from which on a mixture of plans says nothing ..."""
+"""Relative distance to the bound from which on a mixture of plans says nothing."""
+
+FREE = 1e-3
+"""Relative distance to the bound of a plan that fits, with which bytes that cost nothing do not bind."""
 
 MIXING_SHARE = 0.25
-"""... and the part of the time left that looking for it may take."""
+"""Of the time left: what looking for a mixture may take."""
 
 PLAN_SHARE = 0.6
 """Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
@@ -183,6 +186,9 @@ def solve_divided(
         if shown.report.get("interrupted"):
             return one, shown, ()
         mixture, prices = shown.report.get("mixture", ()), shown.report.get("prices")
+        near = shown.choices is not None and shown.objective - shown.lower_bound <= FREE * abs(shown.objective)
+        if near and not any((prices or {}).values()):
+            return one, solve(one, shown.choices, max(0.0, ends - clock())), ()  # it does not bind after all
         seconds = sum(weight * cost for weight, cost, _ in mixture)
         if seconds - shown.lower_bound <= MIXED * abs(seconds):
             division = division_of(one.table, mixture)
