@@ -19,7 +19,10 @@ from autoshard_ilp import attempt, halving
 from autoshard_ilp.costs import facts
 from autoshard_ilp.costs.fold import LEAST_SPLIT, split
 from autoshard_ilp.division import division_of
+from autoshard_ilp.explore.again import problem_of, reprice
 from autoshard_ilp.halving import Left, best_of, solve_divided, start_of
+from autoshard_ilp.program import solve
+from autoshard_ilp.progress import Progress
 
 DEPTH = 16
 MESH = {"data": 4}
@@ -136,6 +139,22 @@ def test_in_a_small_step_every_layer_decides_for_itself(
     assert halving.APART in plan.notes and plan.status == "optimal"
     assert plan.cost.total_s <= tight.cost.total_s * (1 + 1e-9)
     assert not any("each half" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("hardware", ["h100", "tpu-v5e"])
+def test_a_plan_costs_the_same_however_the_layers_are_divided(hardware: str) -> None:
+    """On GPUs layers pay different shares of combined collectives: members of a class pay the mean of all layers."""
+    plan = autoshard.optimize(stack, {"data": 8}, "1GB", **{**OPTIONS, "hardware": hardware})
+    problem = problem_of(plan)
+    question = problem.step, problem.infos, problem.request, Progress(False)
+    tied = reprice(*question)
+    found = solve(tied.program, OPTIONS["solver"])
+    for share in (0.25, 0.5, 0.75):
+        divided = reprice(*question, share)
+        choices = start_of(tied.table, divided.table, found.choices)
+        assert len(divided.table.classes) > len(tied.table.classes)
+        assert divided.program.cost(choices) == pytest.approx(found.objective, rel=1e-9)
+        assert divided.program.peak(choices) == found.peak_bytes
 
 
 # -- the order of solving, without a planner
