@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard_ilp.program import solve
+from autoshard_ilp.program import solve, whole
 from autoshard_ilp.program.chain import _potentials, chain_bound, minimum
 from autoshard_ilp.program.model import Edge, Node, Program, SolverOptions
 from autoshard_ilp.program.net import build_net
@@ -186,6 +186,26 @@ def test_a_program_too_large_to_solve_has_the_bound() -> None:
         assert answer.lower_bound <= best.objective * (1 + 1e-12) <= answer.objective * (1 + 2e-12)
         assert "descent" not in answer.report
         assert answer.report["chain"]["layers"] == 6
+
+
+def test_without_a_bound_of_its_chain_a_program_too_large_to_solve_has_that_of_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(whole, "chain_bound", lambda *arguments: None)
+    options = SolverOptions(time_limit=30)
+    for seed in range(20):
+        chain = Chain(6, seed)
+        best = solve(chain.program, options)
+        answer = solve_repeated(chain.program, chain.alike, chain.known, options, most_cells=0)
+        least = sum(float(n.costs.min()) for n in chain.program.nodes)
+        least += sum(float(e.table.min()) for e in chain.program.edges)
+        assert least < answer.lower_bound <= best.objective * (1 + 1e-12)
+        assert best.objective - answer.lower_bound < 0.5 * (best.objective - least)
+        monkeypatch.setattr(whole, "MOST_CELLS", -1)
+        larger = solve_repeated(chain.program, chain.alike, chain.known, options, most_cells=-2)
+        assert larger.lower_bound == pytest.approx(least)
+        monkeypatch.undo()
+        monkeypatch.setattr(whole, "chain_bound", lambda *arguments: None)
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10_000))

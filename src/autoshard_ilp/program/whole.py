@@ -6,16 +6,19 @@ Where that leaves a gap, and the program is small enough, it is solved.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from autoshard_ilp.program import reduce
+from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.chain import chain_bound
 from autoshard_ilp.program.compiled import load_kernels
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError
+from autoshard_ilp.program.net import EmptyNodeError, Net
 from autoshard_ilp.program.repeats import Alike, copies_in
 from autoshard_ilp.program.search import Search
 from autoshard_ilp.program.solve import descend
@@ -26,6 +29,18 @@ CELLS = 6_000_000
 
 SOLVE_SECONDS = 3.0
 """What solving it may take: what is not solved by then is a hard program, and the bound has said most."""
+
+FAR = 0.01
+"""Relative gap of a larger program from which on messages are passed for so long, for their bound alone ..."""
+
+MOST_CELLS = 60_000_000
+"""... if it has no more cells."""
+
+SWEEPS = 2
+"""At once, between two looks at the clock and at ..."""
+
+STALL = 1e-5
+"""... the relative rise of the bound that they are worth."""
 
 BOUND_PART = 0.5
 """Of the time: what the bound of the chain may take."""
@@ -76,8 +91,21 @@ def solve_repeated(
                 search.options = replace(options, time_limit=min(options.time_limit, search.seconds + SOLVE_SECONDS))
                 _, bound = descend(search, None, lambda: net)
                 search.prove(bound)
+            elif net.size()["cells"] <= MOST_CELLS and search.upper - search.lower > FAR * abs(search.upper):
+                search.prove(_swept(net, min(search.deadline, time.monotonic() + SOLVE_SECONDS)))
     except KeyboardInterrupt:
         search.report["interrupted"] = True
     except EmptyNodeError:
         search.nothing_below()
     return search.finish(False)
+
+
+def _swept(net: Net, deadline: float) -> float:
+    """Lower bound of a net in seconds by messages alone."""
+    reduce.compress_all(net)
+    messages = Messages(net)
+    before = -math.inf
+    while time.monotonic() < deadline and messages.bound - before > STALL * abs(messages.bound):
+        before = messages.bound
+        messages.sweep(count=SWEEPS)
+    return float(messages.bound)
