@@ -133,8 +133,7 @@ class _Flattener:
             return self.cond(eqn, inputs, ctx)
         equal = None
         if name in REWRITTEN:
-            dtypes = [str(getattr(v.aval, "dtype", "")) for v in eqn.invars]
-            equal = rewrite(name, eqn.params, dtypes, eqn.outvars[0].aval.shape)
+            equal = rewrite(name, eqn.params, [v.aval for v in eqn.invars], eqn.outvars[0].aval.shape)
         if equal is not None:
             jaxpr, values = compat.open_jaxpr(compat.trace_like(eqn, equal))
             return self.inline(jaxpr, self.constants(jaxpr, values, ctx), inputs, self.below(eqn, ctx))
