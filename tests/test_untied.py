@@ -55,7 +55,7 @@ BINDING: dict[str, Any] = {**OPTIONS, "batch_size": 4096}
 def test_bound_and_plan_are_those_of_the_step_without_ties(
     share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where memory binds and halves of the layers decided first, as in a large step."""
+    """Also where memory binds and divided layers decided first, as in a large step."""
     monkeypatch.setattr(facts, "FEW_OPERATIONS", 0)
     model = functools.partial(deep, 4, 256)
     budget = None

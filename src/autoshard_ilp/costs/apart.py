@@ -52,7 +52,7 @@ def apart(table: CostTable, built: Built, objective: str, prices: Mapping[int, f
     same: dict[tuple[tuple[int, ...], str], np.ndarray] = {}
 
     def one(array: np.ndarray) -> np.ndarray:
-        """One object for equal arrays: halves of the layers may have classes of their own that cost the same."""
+        """One object for equal arrays: divided layers may have classes of their own that cost the same."""
         return same.setdefault((array.shape, hashlib.sha256(array.tobytes()).hexdigest()), array)
 
     nodes: list[Node] = []
