@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from autoshard_ilp import attempt, halving
 from autoshard_ilp.costs import facts
 from autoshard_ilp.costs.fold import LEAST_SPLIT, split
 from autoshard_ilp.division import division_of
+from autoshard_ilp.explore import loaded
 from autoshard_ilp.explore.again import problem_of, reprice
 from autoshard_ilp.halving import Left, best_of, solve_divided, start_of
 from autoshard_ilp.program import solve
@@ -129,6 +130,25 @@ def test_a_halved_plan_is_the_same_after_save_and_load(tight: autoshard.Plan, tm
     assert again.specs == tight.specs and again.cost.total_s == tight.cost.total_s
     same = again.what_if(progress=False)
     assert same.cost.total_s <= tight.cost.total_s * (1 + 1e-9), "the loaded plan is a start"
+
+
+ORIGINS: list[tuple[dict[str, Any], float | None]] = [
+    ({}, 0.0),
+    ({"halved": True}, 0.5),
+    ({"first_share": 0.75}, 0.75),
+    ({"first_share": "x"}, None),
+    ({"first_share": 1}, None),
+]
+
+
+@pytest.mark.parametrize(("origin", "share"), ORIGINS)
+def test_how_a_loaded_plan_divides_its_layers(tight: autoshard.Plan, origin: dict[str, Any], share: Any) -> None:
+    plan = replace(tight, origin=origin)
+    if share is None:
+        with pytest.raises(autoshard.PlanMismatchError, match="first_share"):
+            loaded._first_share(plan)
+    else:
+        assert loaded._first_share(plan) == share
 
 
 def test_in_a_small_step_every_layer_decides_for_itself(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.division import HALF
 from autoshard_ilp.errors import PlanMismatchError, ProfileError
 from autoshard_ilp.explore.again import Known, Problem, problem_of, reprice, solved
 from autoshard_ilp.plan import Plan, Trail
@@ -45,7 +46,13 @@ def priced_again(plan: Plan, progress: Any = None) -> Plan:
 
 def _first_share(plan: Plan) -> float:
     """Of the repeated layers, those that decided apart from the others; files of earlier versions know halves only."""
-    return float(plan.origin.get("first_share", 0.5 if plan.origin.get("halved") else 0.0))  # type: ignore[arg-type]
+    found = plan.origin.get("first_share", HALF if plan.origin.get("halved") else 0.0)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < 1:
+        raise PlanMismatchError(
+            f"origin.first_share of a plan file is the share of the repeated layers that decide apart from the others, "
+            f"from 0 to less than 1. Received: {found!r}. Save the plan again."
+        )
+    return float(found)
 
 
 class _Infos:
