@@ -143,7 +143,11 @@ FAMILIES = (
         "plan_quality",
         "Plan quality",
         "How does the optimum compare with the strategies people use by hand, as predicted and as compiled?",
-        ("python benchmarks/plan_quality.py", "python benchmarks/plan_quality.py --compile h100:8"),
+        (
+            "python benchmarks/plan_quality.py",
+            "python benchmarks/plan_quality.py --compile h100:8",
+            "python benchmarks/plan_quality.py --compile tpu-v5e:2x4",
+        ),
         pictures.quality,
         geometric_means,
     ),

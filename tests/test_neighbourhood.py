@@ -33,7 +33,7 @@ def around(program: Program, relaxed: np.ndarray, plan: np.ndarray) -> Neighbour
     room = Room.of(program)
     room.run()
     owner = Constrained(search, relaxed, room)
-    owner.rows = [owner.owners.row(t) for t in owner._first_times()]
+    owner.rows = [owner.owners.row(t) for t in owner.first_times()]
     assert search.offer(plan)
     return Neighbourhood(owner)
 

@@ -37,7 +37,7 @@ def searched(program: Program, relaxed: np.ndarray) -> Constrained:
     room = Room.of(program)
     room.run()
     owner = Constrained(Search(program, OPTIONS, time.monotonic(), None), relaxed, room)
-    owner.rows = [owner.owners.row(t) for t in owner._first_times()]
+    owner.rows = [owner.owners.row(t) for t in owner.first_times()]
     return owner
 
 

@@ -41,7 +41,7 @@ def priced_net(program: Program, relaxed: np.ndarray) -> PricedNet:
     room = Room.of(program)
     room.run()
     owner = Constrained(search, relaxed, room)
-    owner.rows = [owner.owners.row(t) for t in owner._first_times()]
+    owner.rows = [owner.owners.row(t) for t in owner.first_times()]
     return PricedNet(owner, build_net(program, owner.keep, owner.rows, room.cells), np.zeros(len(owner.rows)))
 
 

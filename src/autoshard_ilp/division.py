@@ -18,7 +18,7 @@ import numpy as np
 from autoshard_ilp.costs.fold import LEAST_SPLIT, in_first_layers
 
 HALF = 0.5
-SLACK = 0.02  # layers: weights are not exact
+SLACK = 0.35  # of a layer: so little is made room for elsewhere
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ def division_of(table: Any, mixture: Sequence[tuple[float, float, np.ndarray]]) 
         return None
     share = sum(mixture[a][0] for a in numbers if apart(one, a) <= apart(two, a))
     layers = Counter(sizes[repeated].tolist()).most_common(1)[0][0]
-    # Rounded towards what takes more time, since it holds less: else a little more than the mixture would not fit.
+    # Rounded towards what takes more time, since it holds less, unless little more than the mixture is to fit.
     faster = mixture[one][1] < mixture[two][1]
     first = math.floor(share * layers + SLACK) if faster else math.ceil(share * layers - SLACK)
     first = min(max(first, 1), layers - 1)
