@@ -11,6 +11,7 @@ from autoshard_ilp.auto_mesh import plan_without_mesh
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.planning import plan_traced
 from autoshard_ilp.processes import announced
+from autoshard_ilp.program.ahead import compile_ahead
 from autoshard_ilp.program.model import SolverOptions
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request, check_request, remat_policies
@@ -97,6 +98,7 @@ def optimize(
 
     request = None if mesh is None else check(mesh)
     with Progress(progress).running() as shown:
+        compile_ahead()
         if request is None:
             traced, request, plan = plan_without_mesh(model, check, policies, shown, while_trip_count, **options)
         else:

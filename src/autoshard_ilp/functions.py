@@ -85,6 +85,7 @@ def optimize_fn(
     """
     from autoshard_ilp import agreement, processes
     from autoshard_ilp.planning import plan_step
+    from autoshard_ilp.program.ahead import compile_ahead
     from autoshard_ilp.progress import Progress
     from autoshard_ilp.request import check_request
     from autoshard_ilp.step import check_trip_count, step_of
@@ -93,6 +94,7 @@ def optimize_fn(
     check_trip_count(while_trip_count)
     request = check_request(mesh, memory_budget, hardware, pins, objective, solver, strict)
     with Progress(progress).running() as shown:
+        compile_ahead()
         with shown.stage("trace"):
             traced = trace_function(fn, args, donate_argnums)
         with shown.stage("graph"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
+from autoshard_ilp.program.ahead import STAGES, wait_for
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.loading import load
 from autoshard_ilp.program.net import Factor, Net
@@ -29,8 +31,16 @@ def load_windows() -> float:
     return load(_load_windows)
 
 
+def compile_all() -> Iterator[str]:
+    """Compile everything, and say after each stage that it is done: what :mod:`ahead` runs in a process of its own."""
+    for stage, do in zip(STAGES, (_load_kernels, _load_windows), strict=True):
+        do()
+        yield stage
+
+
 @functools.cache
 def _load_kernels() -> None:
+    wait_for("kernels")
     for rows in (0, 1):
         net = _two_nodes(rows)
         dominated(net, 0)
@@ -43,6 +53,7 @@ def _load_kernels() -> None:
 
 @functools.cache
 def _load_windows() -> None:
+    wait_for("windows")
     for net, capacity, limit in ((_two_nodes(1), 2, 10.0), (_many_plans(), 10, 20.0)):
         Window(net, capacity, [np.ones(1)]).solve(limit, math.inf)
 

@@ -1,0 +1,79 @@
+"""Kernels compiled ahead: by a process of its own while the step is traced, once per machine.
+
+Numba compiles a kernel where it is called first, and keeps it in a cache of files. That takes 17 seconds of one core,
+which a first plan would wait for although nothing is to be solved yet: so a second process fills the cache in the
+meantime, and a solve waits for what is left of it. Without such a process everything is compiled in place, as ever.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from autoshard_ilp.program.kernels import descend
+from autoshard_ilp.program.window.kernels_fronts import joined
+
+STAGES = ("kernels", "windows")
+"""What is compiled, in this order; the process writes a line after each."""
+
+_CODE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from autoshard_ilp.program.compiled import compile_all
+for stage in compile_all():
+    print(stage, flush=True)
+"""
+
+
+class _Compiler:
+    """The process that compiles, if one was begun, and what it has still to do."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.left: list[str] = []
+        self.lines: IO[str] | None = None
+        self.process: subprocess.Popen[str] | None = None  # held, or Python would warn that it is still running
+
+
+_compiler = _Compiler()
+
+
+def compile_ahead() -> None:
+    """Begin to compile the kernels in a process of its own, unless that was done on this machine, or is being done."""
+    if _compiler.begun or all(_in_cache(kernel) for kernel in (descend, joined)):
+        return
+    _compiler.begun = True
+    root = Path(__file__).resolve().parents[2]
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _CODE, str(root)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the plan: what is compiled serves the next one
+        )
+    except (OSError, ValueError):  # no process to be had, or no interpreter: compiled in place
+        return
+    _compiler.process, _compiler.lines, _compiler.left = process, process.stdout, list(STAGES)
+
+
+def wait_for(stage: str) -> None:
+    """Wait until the process, if there is one, has compiled a stage, or has given up."""
+    while stage in _compiler.left:
+        assert _compiler.lines is not None
+        line = _compiler.lines.readline().strip()
+        _compiler.left = _compiler.left[_compiler.left.index(line) + 1 :] if line in _compiler.left else []
+
+
+def _in_cache(kernel: Any) -> bool:
+    """Whether Numba's cache has something of a kernel that is not older than its source."""
+    stats = getattr(kernel, "stats", None)  # none where Numba is switched off: nothing is compiled
+    if stats is None or not stats.cache_path:
+        return True
+    function = kernel.py_func
+    written = Path(function.__code__.co_filename).stat().st_mtime
+    files = Path(stats.cache_path).glob(f"*{function.__name__}-*.nbi")
+    return any(file.stat().st_mtime >= written for file in files)
