@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import baselines
+from autoshard_ilp import baselines, recipes
 from autoshard_ilp.planning import plan_step
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import check_request
@@ -57,31 +57,31 @@ def axes_used(found, leaf):
 
 
 def test_widest_takes_the_largest_dimension_that_divides():
-    assert baselines.widest((6, 40, 16), (0, 1), (2, 4), range(3)) == {(1, 1)}
+    assert recipes.widest((6, 40, 16), (0, 1), (2, 4), range(3)) == {(1, 1)}
 
 
 def test_widest_allows_every_equally_large_dimension():
-    assert baselines.widest((16, 3, 16), (0, 1), (2, 4), range(3)) == {(0, 0), (2, 2)}
+    assert recipes.widest((16, 3, 16), (0, 1), (2, 4), range(3)) == {(0, 0), (2, 2)}
 
 
 def test_widest_uses_fewer_axes_where_all_do_not_divide():
-    assert baselines.widest((12, 7), (0, 1), (2, 4), range(2)) == {(-1, 0)}
-    assert baselines.widest((6, 7), (0, 1), (2, 4), range(2)) == {(0, -1)}
+    assert recipes.widest((12, 7), (0, 1), (2, 4), range(2)) == {(-1, 0)}
+    assert recipes.widest((6, 7), (0, 1), (2, 4), range(2)) == {(0, -1)}
 
 
 def test_widest_keeps_whole_what_does_not_divide():
-    assert baselines.widest((7, 9), (0, 1), (2, 4), range(2)) == {(-1, -1)}
-    assert baselines.widest((), (0, 1), (2, 4), range(0)) == {(-1, -1)}
+    assert recipes.widest((7, 9), (0, 1), (2, 4), range(2)) == {(-1, -1)}
+    assert recipes.widest((), (0, 1), (2, 4), range(0)) == {(-1, -1)}
 
 
 def test_widest_ignores_axes_of_one_device():
-    assert baselines.widest((8,), (0, 1), (1, 8), range(1)) == {(-1, 0)}
+    assert recipes.widest((8,), (0, 1), (1, 8), range(1)) == {(-1, 0)}
 
 
 def test_small_means_vectors_and_tiny_matrices():
-    assert baselines.is_small(()) and baselines.is_small((4096,)) and baselines.is_small((1, 4096))
-    assert baselines.is_small((31, 32)) and not baselines.is_small((32, 32))
-    assert not baselines.is_small((1 << 16,))
+    assert recipes.is_small(()) and recipes.is_small((4096,)) and recipes.is_small((1, 4096))
+    assert recipes.is_small((31, 32)) and not recipes.is_small((32, 32))
+    assert not recipes.is_small((1 << 16,))
 
 
 # -- what each baseline fixes
@@ -129,7 +129,7 @@ def test_megatron_lays_slots_like_their_weights():
 
 def test_fsdp_megatron_uses_the_other_axes_for_every_large_weight():
     found = plan("fsdp+megatron", {"a": 2, "b": 2, "model": 2})
-    large = [x for x in weight_leaves(found) if not baselines.is_small(x.shape)]
+    large = [x for x in weight_leaves(found) if not recipes.is_small(x.shape)]
     assert len(large) == 6  # two kernels, two slots each
     assert all({"a", "b"} <= axes_used(found, x) for x in large)
     assert any("model" in axes_used(found, x) for x in large)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import attempt, halving
+from autoshard_ilp import attempt, halving, kinds
 from autoshard_ilp.costs import facts
 from autoshard_ilp.costs.fold import LEAST_SPLIT, split
 from autoshard_ilp.division import division_of
@@ -191,10 +191,11 @@ class _Solver:
 
     def __call__(self, problem: Any, start: Any, seconds: float, **keywords: Any) -> Any:
         keywords = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in keywords.items()}
-        self.asked.append((problem.name, None if start is None else start.tolist(), seconds, keywords))
+        name = getattr(problem, "name", "kind")
+        self.asked.append((name, None if start is None else start.tolist(), seconds, keywords))
         self.now += self.takes
         answer = self.answers[len(self.asked) - 1]
-        if problem.name == "fine" and "relaxed" in answer.report:
+        if name == "fine" and "relaxed" in answer.report:
             answer.report["relaxed"] = np.array([7, 8, 8])
         return answer
 
@@ -213,7 +214,7 @@ def problem(name: str, class_of: list[int], capacity: int | None = 1, share: flo
     nodes = [SimpleNamespace(costs=np.zeros(1)) for _ in classes]
     answers = {"cost": lambda x: float(x[0]), "peak": lambda x: 0}
     program = SimpleNamespace(capacity=capacity, nodes=nodes, edges=[], **answers)
-    return SimpleNamespace(name=name, table=table, program=program)
+    return SimpleNamespace(name=name, table=table, program=program, kinds=lambda: iter(()))
 
 
 TIED, FINE = problem("tied", [0, 1, 1, 1, 1]), problem("fine", [0, 1, 1, 2, 2], share=0.5)
@@ -276,6 +277,61 @@ def test_the_larger_program_starts_from_what_is_known() -> None:
     ]
     assert found.report["without_memory"] == 1.9 and notes == (halving.HALVED,)
     assert start_of(TIED.table, FINE.table, np.array([7, 9])).tolist() == [7, 9, 9]
+
+
+@pytest.fixture
+def one_kind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The program with one decision for all layers has one kind, of the second of ten strategies."""
+    kept = [np.arange(10) == 1, np.arange(10) == 1]
+    monkeypatch.setattr(TIED, "kinds", lambda: iter([kept]))
+    monkeypatch.setattr(kinds, "restricted", lambda program, kept: program)
+    yield
+
+
+def of_kind(objective: float) -> Any:
+    return replace_in(solution(objective), choices=np.array([0, 0]))
+
+
+def replace_in(answer: Any, **fields: Any) -> Any:
+    return SimpleNamespace(**{**vars(answer), **fields})
+
+
+def test_a_poor_start_is_compared_with_plans_of_known_kinds(one_kind: None) -> None:
+    first, poor = solution(np.inf, "feasible", 1.9, large=True), solution(3.0, "feasible", 2.0)
+    solver = _Solver([first, poor, of_kind(2.5), solution(2.2, "feasible", 2.0)])
+    _, found, notes = solve_divided(make, solver, 100.0, lambda: solver.now)
+    assert solver.names() == ["tied", "prices", "kind", "tied"] and notes == ()
+    seconds, keywords = solver.asked[2][2:]
+    assert seconds == pytest.approx(kinds.PART * halving.KINDS_SHARE * 98.0)
+    assert keywords == {"cutoff": 3.0, "relative_gap": kinds.GAP}
+    assert solver.asked[3][1] == [1, 1], "the plan of that kind is the start"
+    assert found.report["by_kind"]
+
+
+def test_a_good_start_needs_no_kinds(one_kind: None) -> None:
+    first, good = solution(np.inf, "feasible", 1.9, large=True), solution(2.05, "feasible", 2.0)
+    solver = _Solver([first, good, solution(2.02, "feasible", 2.0)])
+    _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now)
+    assert solver.names() == ["tied", "prices", "fine"] and not found.report["by_kind"]
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_similar_steps_are_looked_at_by_kind_only(better: bool, one_kind: None) -> None:
+    kind = of_kind(2.5) if better else solution(status="feasible")
+    solver = _Solver([kind, solution(2.5, "feasible", 2.0)])
+    found, _, _ = solve_divided(make, solver, 100.0, lambda: solver.now, cutoff=3.0, surely=True, by_kind=True)
+    assert solver.names() == ["kind", "tied"] and found is TIED
+    assert solver.asked[0][3]["cutoff"] == 3.0
+    assert solver.asked[1][2] == (0.0 if better else 99.0), "it is taken up again if it is the best"
+
+
+def test_an_interrupted_kind_ends_the_search_with_its_plan(one_kind: None) -> None:
+    kind = of_kind(2.5)
+    kind.report["interrupted"] = True
+    first, poor = solution(np.inf, "feasible", 1.9, large=True), solution(3.0, "feasible", 2.0)
+    solver = _Solver([first, poor, kind, solution(2.5, "feasible", 2.0)])
+    _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now)
+    assert solver.asked[3][1:3] == ([1, 1], 0.0) and found.report["interrupted"]
 
 
 def test_the_layers_are_divided_as_prices_ask_for() -> None:

@@ -18,7 +18,7 @@ from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.fewerblocks import GAIN
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.remat import POLICIES, Policy, parse_policy
-from autoshard_ilp.rematsearch import DEAR_SHARE, blocks_of, recomputed_share, search
+from autoshard_ilp.rematsearch import DEAR_SHARE, PROVE_PART, blocks_of, recomputed_share, search
 from profiles_for_tests import toy
 
 MESH = {"data": 8}
@@ -432,6 +432,31 @@ def test_a_plan_left_unproved_gets_the_time_that_fewer_blocks_leave(closes: bool
     assert [a[1] for a in asked if a[0] == "selective"] == pytest.approx([0.9 * 99.0, 100.0 - 1.0 - 40.0 - 3.0])
     assert found.plan is not None and found.plan.gap == (0.0 if closes else 0.02)
     assert found.plan.notes[0] == "n" and "8 of 8 blocks fit" in found.plan.notes[1] and len(found.plan.notes) == 2
+
+
+def test_where_numbers_are_only_looked_at_the_best_is_solved_at_last(any_plan: Plan) -> None:
+    """Plans of known kinds say which number of blocks it is; a part of the time is left for that one."""
+    now, asked = 0.0, list[tuple[str, float]]()
+    costs = {"selective": 5.0, "selective:7": 4.0}
+
+    def tried(text: str, seconds: float, worse_than: float, dear: float) -> Any:
+        nonlocal now
+        asked.append((text, seconds))
+        now += 10.0
+        again = sum(a[0] == text for a in asked) == 2
+        if text not in costs or costs[text] >= worse_than:
+            return text
+        plan = _costing(any_plan, 3.5 if again else costs[text])
+        report = {"by_kind": True}
+        solution = replace(plan.trail.solution, status="feasible", lower_bound=3.0 + again, report=report)
+        trail = replace(plan.trail, solution=solution)
+        return replace(plan, remat_policy=text, trail=trail, lower_bound=3.0 + again)
+
+    dear = lambda plan: 0.1  # noqa: E731 - memory binds
+    found = search(("never", "selective"), tried, lambda failed: 8, 100.0, lambda: now, share=lambda p: 0.1, dear=dear)
+    assert found.plan is not None and found.plan.remat_policy == "selective:7" and found.plan.cost.total_s == 3.5
+    assert asked[-1][0] == "selective:7" and asked[-1][1] >= PROVE_PART * 80.0 - 10.0
+    assert all(seconds <= (1 - PROVE_PART) * 80.0 for text, seconds in asked[2:-1])
 
 
 def test_all_blocks_without_a_plan_in_time_are_asked_again(any_plan: Plan) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from autoshard_ilp.division import HALF
 from autoshard_ilp.errors import UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.halving import Left, solve_divided, within
+from autoshard_ilp.kinds import Kept, kinds_of
+from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
 from autoshard_ilp.progress import Progress
@@ -55,6 +58,13 @@ def left_of(answer: Plan | Failure) -> Left | None:
     return None if answer.trail is None else Left.of(answer.trail.costs.first_share, answer.trail.solution)
 
 
+def report_of(answer: Plan | Failure) -> Mapping[str, Any]:
+    """What the solver reported of the program that an answer comes from."""
+    if isinstance(answer, Failure):
+        return {} if answer.solution is None else answer.solution.report
+    return {} if answer.trail is None else answer.trail.solution.report
+
+
 NEARLY_GAP = 0.05
 """Relative gap of a plan that only has to show how much memory fast plans take."""
 
@@ -87,11 +97,17 @@ class Priced:
     table: Any
     built: Any
     pinned: Pinned
+    infos: Any
+    mesh: MeshSpec
 
     @property
     def program(self) -> Any:
         """The program, as :func:`autoshard_ilp.halving.solve_divided` wants it."""
         return self.built.program
+
+    def kinds(self) -> Iterator[Kept]:
+        """What plans of a known kind each may use (:mod:`autoshard_ilp.kinds`)."""
+        return kinds_of(self.table, self.program, self.infos, self.mesh)
 
 
 def attempt(
@@ -109,12 +125,14 @@ def attempt(
     dear: float = 1.0,
     free_part: float = 1.0,
     bound_part: float = 1.0,
+    divided_part: float = 1.0,
     left_before: Left | None = None,
+    by_kind: bool = False,
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
 
     ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow. Only a plan
-    whose objective is below ``cutoff`` (seconds) is wanted. ``surely``, ``free_part`` and ``bound_part`` as in
+    whose objective is below ``cutoff`` (seconds) is wanted. ``surely``, ``by_kind`` and parts of the time are as in
     :func:`solve_divided`, ``dear`` as in :func:`autoshard_ilp.program.solve`.
     """
     from autoshard_ilp.program import solve
@@ -126,15 +144,17 @@ def attempt(
             known, pinned = facts()
             table = price(known, pinned, request, first_share)
         with progress.stage("costs"):
-            return Priced(table, build(step, infos, table, request), pinned)
+            return Priced(table, build(step, infos, table, request), pinned, infos, request.mesh)
 
-    def solved(problem: Priced, start: Any, seconds: float, **keywords: Any) -> Any:
-        keywords |= {"hint": start, "cutoff": cutoff, "dear": dear, "on_progress": progress.tell}
+    def solved(problem: Any, start: Any, seconds: float, relative_gap: float = 0.0, **keywords: Any) -> Any:
+        keywords = {"cutoff": cutoff, "dear": dear, **keywords, "hint": start, "on_progress": progress.tell}
+        options = replace(request.solver, relative_gap=max(relative_gap, request.solver.relative_gap))
         with progress.stage("solve"):
-            return solve(problem.program, within(request.solver, seconds), **keywords)
+            return solve(problem.program, within(options, seconds), **keywords)
 
     limit = min(seconds, request.solver.time_limit)
     parts: dict[str, Any] = {"free_part": free_part, "bound_part": bound_part, "left_before": left_before}
+    parts |= {"divided_part": divided_part, "by_kind": by_kind}
     found, solution, notes = solve_divided(priced, solved, limit, cutoff=cutoff, surely=surely, **parts)
     table, built = found.table, found.built
     if solution.choices is None and solution.report.get("interrupted"):

@@ -42,6 +42,12 @@ LONG_GAIN = 0.01
 LITTLE = 0.1
 """Of the time that the plan of all blocks took: in less, another number of them shows nothing."""
 
+TRY_PART = 0.5
+"""Of the time left: what one number of blocks may take where memory binds with all of them, and a proof is long ..."""
+
+TRY_SECONDS = 10.0
+"""... or so much, if less is left; the best is taken up again at last."""
+
 GAIN = 1e-3
 """Relative gain from which a plan with other recomputation is taken instead of a good one: what saves less is not worth
 the proof that it does not."""
@@ -266,7 +272,9 @@ class FewerBlocks:
         """A plan or a failure; the best plan is kept."""
         policy = str(Policy(self.policy, blocks, self.rest))
         began = self.means.clock()
-        answer = self.means.tried(policy, self.deadline - began, worth(self.best), 1.0)
+        left = self.deadline - began
+        seconds = max(TRY_SECONDS, TRY_PART * left) if self.binds else left
+        answer = self.means.tried(policy, min(seconds, left), worth(self.best), 1.0)
         self.long = self.means.clock() - began > QUICK_SECONDS
         self.least[blocks] = -math.inf
         if isinstance(answer, Plan):

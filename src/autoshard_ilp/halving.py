@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from autoshard_ilp.costs.fold import LEAST_SPLIT
 from autoshard_ilp.division import HALF, division_of
+from autoshard_ilp.kinds import Kept, starts_of_kinds
 
 HALVED = "Memory binds: each half of the repeated layers decides for itself."
 DIVIDED = "Memory binds: the first {:.2g}% of the repeated layers decide for themselves, and so do the others."
@@ -37,6 +38,15 @@ FREE = 1e-3
 
 MIXING_SHARE = 0.25
 """Of the time left: what looking for a mixture may take."""
+
+POOR = 0.05
+"""Relative distance to the bound of a plan met on the way that is no good start: plans of known kinds come next."""
+
+KINDS_SHARE = 0.5
+"""Of the time left then: what these may take ..."""
+
+KINDS_ALONE = 0.9
+"""... and where one step of many is looked at: the best is taken up again."""
 
 PLAN_SHARE = 0.6
 """Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
@@ -61,6 +71,9 @@ class Priced(Protocol):
     @property
     def program(self) -> Any:
         """The :class:`~autoshard_ilp.program.model.Program` built from it."""
+
+    def kinds(self) -> Iterator[Kept]:
+        """Restrictions of the program that leave plans of a known kind each (:mod:`autoshard_ilp.kinds`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +133,9 @@ def solve_divided(
     surely: bool = False,
     free_part: float = 1.0,
     bound_part: float = 1.0,
+    divided_part: float = 1.0,
     left_before: Left | None = None,
+    by_kind: bool = False,
 ) -> tuple[P, Any, tuple[str, ...]]:
     """Solves a program and, where memory binds, the one with two decisions per repeated layer instead.
 
@@ -134,7 +149,10 @@ def solve_divided(
         surely: memory binds; the program is not solved without it first.
         free_part: of the time left, what the proof may take as long as memory does not bind.
         bound_part: of the time left then, what it may take where memory binds (a little time is not divided so much).
+        divided_part: the same, for programs whose layers are divided only.
         left_before: where an earlier call for the same step ended; it goes on from there.
+        by_kind: of a similar step it is known that prices find no good start, and plans of known kinds do; the report
+            says so (``by_kind``).
 
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
@@ -152,7 +170,7 @@ def solve_divided(
         if short(first):
             return {"seconds": left()}
         least = max(BOUND_SECONDS, BOUND_TIMES * first.seconds)
-        steady = max(bound_part * left(), min(least, BOUND_SHARE * left()))
+        steady = max(min(bound_part, divided_part) * left(), min(least, BOUND_SHARE * left()))
         longer = max(steady, BOUND_SHARE * left())
         return {"seconds": longer, **({"steady_seconds": steady} if longer > steady else {})}
 
@@ -180,8 +198,10 @@ def solve_divided(
         if not short(first):
             parts["plan_seconds"] = PLAN_SHARE * min(parts.values())
     ends = clock() + parts.pop("seconds", left())
-    division, prices, plans = None, None, [known.choices]
-    if not wide(one.program):
+    division, prices, stopped = None, None, False
+    plans: list[np.ndarray | None] = [known.choices]
+    best = poor = math.inf
+    if not wide(one.program) and not by_kind:
         shown = solve(one, None, MIXING_SHARE * (ends - clock()), mixing=True, relaxed=known.relaxed)
         if shown.report.get("interrupted"):
             return one, shown, ()
@@ -193,16 +213,27 @@ def solve_divided(
         if seconds - shown.lower_bound <= MIXED * abs(seconds):
             division = division_of(one.table, mixture)
         plans.append(shown.choices)
-    fine = make(HALF if division is None else division.first_share)
+        best, poor = math.inf if shown.choices is None else float(shown.objective), (1 + POOR) * shown.lower_bound
+    if by_kind or (best > poor and division is None and not wide(one.program)):
+        seconds = (KINDS_ALONE if by_kind else KINDS_SHARE) * max(0.0, ends - clock())
+        least = min(best, cutoff)
+        more, stopped = starts_of_kinds(one.program, one.kinds(), solve, seconds, clock, least, one=by_kind)
+        if stopped or (by_kind and more):  # one of many similar steps: the best of them is taken up again
+            ends = clock()
+        plans, by_kind = [*plans, *more], by_kind or bool(more)
+    fine = make((0.0 if by_kind else HALF) if division is None else division.first_share)
     starts = [start_of(one.table, fine.table, plan) for plan in plans if plan is not None]
     starts += [] if division is None else [division.start(one.table, fine.table)]
     of_fine = replace(known, first_share=fine.table.first_share, choices=best_of(fine.program, starts))
     of_fine = replace(of_fine, relaxed=start_of(one.table, fine.table, known.relaxed), prices=prices)
     second = _with_memory(fine, solve, of_fine, max(0.0, ends - clock()), **parts)
+    second.report["by_kind"] = by_kind
+    if stopped:
+        second.report["interrupted"] = True
     if second.choices is None and not surely and not over(second):
         known = replace(known, lower_bound=_bound(second))
         return one, _with_memory(one, solve, known, **part(first)), ()
-    return fine, second, (_note(fine),)
+    return fine, second, (_note(fine),) if fine.table.first_share else ()
 
 
 def best_of(program: Any, starts: Sequence[np.ndarray]) -> np.ndarray | None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from autoshard_ilp.errors import InfeasibleError, InputShapeError
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.sharding import (
@@ -51,6 +53,27 @@ def path_shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
     for i in graph.arguments:
         shapes[graph.ops[i].path] = graph.tensors[graph.ops[i].outputs[0]].shape
     return shapes
+
+
+def class_masks(table: Any, allowed: Allowed) -> dict[int, np.ndarray] | None:
+    """Strategies that are allowed, per class (bool); None when the tensors of one class are treated differently."""
+    graph = table.graph
+    by_class: dict[int, set[frozenset[Layout] | None]] = {}
+    for op_id in (*graph.arguments, *graph.results):
+        by_class.setdefault(int(table.class_of[op_id]), set()).add(allowed.get(graph.ops[op_id].path))
+    masks = {}
+    for index, found in by_class.items():
+        if len(found) > 1:
+            return None
+        layouts = found.pop()
+        if layouts is not None:
+            masks[index] = np.array([layout in layouts for layout in boundary_layouts(table, index)])
+    return masks
+
+
+def boundary_layouts(table: Any, index: int) -> list[Layout]:
+    """Layout of the argument or result that a class decides, per strategy."""
+    return [s.results[0] if s.results else s.operands[0] for s in table.classes[index].strategies]
 
 
 def whole_seeds(graph: Graph, n_axes: int) -> dict[str, frozenset[Layout]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoshard_ilp.agreement import facts_of_step, planned_once
 from autoshard_ilp.anyplan import any_plan
-from autoshard_ilp.attempt import Failure, assemble, attempt, free_peak_bytes, left_of
+from autoshard_ilp.attempt import Failure, assemble, attempt, free_peak_bytes, left_of, report_of
 from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.halving import Left
 from autoshard_ilp.plan import Plan
@@ -27,6 +27,10 @@ FREE_PART = 0.4
 
 BOUND_PART = 0.25
 """Of the time left: what a plan without recomputation may take, at first, where memory binds and others are allowed."""
+
+
+ALL_PART = 0.4
+"""The same for a plan that recomputes all blocks where memory binds nevertheless: fewer of them may be faster."""
 
 
 @old_objects_left()
@@ -99,24 +103,27 @@ class Expected:
         bound: the last policy for all blocks recomputes, and memory binds nevertheless.
         asked: policies so far.
         left: where the last attempt under each of them ended.
+        by_kind: plans of known kinds were better starts than prices.
     """
 
     def __init__(self, policies: Sequence[str]) -> None:
         self.policies = policies
-        self.tight = self.bound = False
+        self.tight = self.bound = self.by_kind = False
         self.asked: set[str] = set()
         self.left: dict[str, Left | None] = {}
 
     def of(self, policy: str) -> dict[str, Any]:
         """Whether memory binds, as far as is known, and how much of the time that may take (:func:`solve_divided`)."""
         if policy not in self.policies:  # some blocks: surely where it binds with all of them, else from some number on
-            return {"surely": self.bound}
-        first = policy not in self.asked
+            return {"surely": self.bound, "left_before": self.left.get(policy), "by_kind": self.by_kind}
+        first, others = policy not in self.asked, len(self.policies) > 1
+        share = first and others and self.policies[0] == "never"
         return {
             # Where all blocks recompute and it does not bind, fewer are worth more than the last of the proof.
             "free_part": FREE_PART if first and self.tight else 1.0,
-            # Where it binds without recomputation, that may be faster.
-            "bound_part": BOUND_PART if first and policy == "never" and len(self.policies) > 1 else 1.0,
+            # Where it binds, more recomputation, or less of it, may be faster.
+            "bound_part": BOUND_PART if share and policy == "never" else 1.0,
+            "divided_part": ALL_PART if share and policy != "never" else 1.0,
             "left_before": self.left.get(policy),
         }
 
@@ -124,6 +131,7 @@ class Expected:
         """Notes what a policy gave, a plan or a failure, and returns what of it matters."""
         self.asked.add(policy)
         self.left[policy] = left_of(answer)
+        self.by_kind = self.by_kind or bool(report_of(answer).get("by_kind"))
         if policy not in self.policies:
             return answer.without_tables() if isinstance(answer, Failure) else answer
         self.bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0

@@ -55,6 +55,16 @@ LEAST_PART = 0.25
 """Of the time limit: what every policy may take at least."""
 
 
+PROVE_PART = 0.4
+"""Of the time left: what the best number of blocks is solved with, where others are only looked at."""
+
+
+def found_by_kind(plan: Plan) -> bool:
+    """Whether a plan was found from one of a known kind (:mod:`autoshard_ilp.kinds`), as other numbers of blocks are
+    looked at."""
+    return plan.trail is not None and bool(plan.trail.solution.report.get("by_kind"))
+
+
 def blocks_of(answer: Any) -> int:
     """Blocks of the forward pass that may recompute, of a plan or a failure of this step."""
     step = answer.executable if isinstance(answer, Plan) else answer.step
@@ -167,29 +177,31 @@ def _search(
                 note = f"it takes {means.share(answer):.1%} of the step, fewer blocks were not tried"
                 found.add_note(f"Recomputation ({policy}): {note}.")
             else:
-                n_blocks, none = blocks_of(found.failures[0]), found.failures[-1]
-                FewerBlocks(found, means, policy, smaller, n_blocks, deadline, none, answer).run(took)
-            _prove(found, answer, tried, took, deadline - clock())
+                n_blocks, none, now = blocks_of(found.failures[0]), found.failures[-1], clock()
+                until = now + (1 - PROVE_PART * found_by_kind(answer)) * (deadline - now)
+                FewerBlocks(found, means, policy, smaller, n_blocks, until, none, answer).run(took)
+            _prove(found, tried, took if found.plan is answer else 0.0, deadline - clock())
         elif policy == "never" and len(policies) > 1 and means.dear(answer) > DEAR_SHARE:
             _recomputed_instead(found, policies[1:], means, blocks_of(answer), deadline)
         elif policy == "never" and len(policies) > 1:
-            _prove(found, answer, tried, took, deadline - clock())
+            _prove(found, tried, took, deadline - clock())
         break
 
 
-def _prove(found: Found, first: Plan, tried: Tried, took: float, left: float) -> None:
-    """Where a plan that was left early, ``first``, stayed the best and unproved: solve it to the end.
+def _prove(found: Found, tried: Tried, took: float, left: float) -> None:
+    """Where the best plan was left early, and unproved: solve it to the end.
 
     Not where less time is ``left`` than it ``took`` (seconds): it would end as before.
     """
     plan = found.plan
     assert plan is not None
     unproved = _Open.of(plan)
-    if plan.remat_policy != first.remat_policy or unproved is None or left <= took:
+    if unproved is None or left <= took:
         return
     answer = tried(plan.remat_policy, left, math.inf, 1.0)
     if isinstance(answer, Plan) and answer.cost.total_s <= plan.cost.total_s and answer.lower_bound > unproved.bound:
-        found.plan = replace(answer, notes=(*answer.notes, *plan.notes[len(first.notes) :]))
+        own = [note for note in plan.notes if note not in answer.notes and not note.startswith("Memory binds")]
+        found.plan = replace(answer, notes=(*answer.notes, *own))
 
 
 def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_blocks: int, deadline: float) -> None:

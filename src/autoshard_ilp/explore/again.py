@@ -11,7 +11,7 @@ strategies forbidden (cost ``inf``) or another capacity. What was proved before 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,8 @@ import numpy as np
 from autoshard_ilp.attempt import Failure
 from autoshard_ilp.errors import InputShapeError, UnsupportedModelError
 from autoshard_ilp.halving import within
-from autoshard_ilp.pins import path_shapes, resolve_pins
-from autoshard_ilp.sharding import Layout
-
-Allowed = Mapping[str, frozenset[Layout]]
+from autoshard_ilp.kinds import Kept, kinds_of
+from autoshard_ilp.pins import Allowed, class_masks, path_shapes, resolve_pins
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +49,10 @@ class Problem:
     def allowed(self) -> Allowed:
         """Layouts that pins and baselines leave, per path; absent paths are free."""
         return allowed_layouts(self.request, path_shapes(self.step.graph))
+
+    def kinds(self) -> Iterator[Kept]:
+        """What plans of a known kind each may use (:mod:`autoshard_ilp.kinds`)."""
+        return kinds_of(self.table, self.program, self.infos, self.request.mesh)
 
 
 def problem_of(plan: Any) -> Problem:
@@ -108,27 +110,6 @@ def adapted(problem: Problem, request: Any, progress: Any) -> Problem:
             return reprice(problem.step, problem.infos, request, progress, problem.table.first_share)
         program = masked(weighted(problem, request.objective), masks, request.capacity)
     return replace(problem, request=request, program=program)
-
-
-def class_masks(table: Any, allowed: Allowed) -> dict[int, np.ndarray] | None:
-    """Strategies that are allowed, per class (bool); None when the tensors of one class are treated differently."""
-    graph = table.graph
-    by_class: dict[int, set[frozenset[Layout] | None]] = {}
-    for op_id in (*graph.arguments, *graph.results):
-        by_class.setdefault(int(table.class_of[op_id]), set()).add(allowed.get(graph.ops[op_id].path))
-    masks = {}
-    for index, found in by_class.items():
-        if len(found) > 1:
-            return None
-        layouts = found.pop()
-        if layouts is not None:
-            masks[index] = np.array([layout in layouts for layout in boundary_layouts(table, index)])
-    return masks
-
-
-def boundary_layouts(table: Any, index: int) -> list[Layout]:
-    """Layout of the argument or result that a class decides, per strategy."""
-    return [s.results[0] if s.results else s.operands[0] for s in table.classes[index].strategies]
 
 
 def masked(program: Any, masks: Mapping[int, np.ndarray], capacity: int | None) -> Any:
@@ -196,11 +177,13 @@ def solved(
     progress: Any,
     known: Known | None = None,
     seconds: float = math.inf,
+    relative_gap: float = 0.0,
     **keywords: Any,
 ) -> Any:
     """Solves a problem from what is known; ``progress`` is an :class:`autoshard_ilp.progress.Progress`.
 
-    ``seconds`` shortens the time limit; further keywords are those of :func:`autoshard_ilp.program.solve`.
+    ``seconds`` shortens the time limit, ``relative_gap`` is one that will do; further keywords are those of
+    :func:`autoshard_ilp.program.solve`.
     """
     from autoshard_ilp.program import solve
     from autoshard_ilp.program.search import PROOF
@@ -216,6 +199,7 @@ def solved(
         return _proved(program, hint, known)
     with progress.stage("solve"):
         options = within(problem.request.solver, seconds)
+        options = replace(options, relative_gap=max(relative_gap, options.relative_gap))
         solution = solve(program, options, hint=hint, on_progress=progress.tell, **keywords)
     if solution.choices is None or solution.lower_bound >= known.lower_bound:
         return solution

@@ -250,7 +250,7 @@ def _difference(plan: Plan, other: Plan, name: str, pairs: Pairs) -> TensorDiffe
 
 def _alone(plan: Plan, tensor: TensorDifference, pairs: Pairs) -> TensorDifference:
     """What changes when only these tensors lie as in the other plan and no other decision follows."""
-    from autoshard_ilp.explore.again import boundary_layouts
+    from autoshard_ilp.pins import boundary_layouts
 
     trail = plan.trail
     assert trail is not None

@@ -22,7 +22,6 @@ from autoshard_ilp.explore.again import (
     Known,
     Problem,
     adapted,
-    class_masks,
     known_from,
     need_paths,
     problem_of,
@@ -30,7 +29,7 @@ from autoshard_ilp.explore.again import (
     solved,
 )
 from autoshard_ilp.explore.differences import Difference, collective_differences
-from autoshard_ilp.pins import path_shapes
+from autoshard_ilp.pins import class_masks, path_shapes
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.sharding import Layout, divisible_layouts, to_partition_spec

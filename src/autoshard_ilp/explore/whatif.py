@@ -22,6 +22,7 @@ from autoshard_ilp.explore.again import (
     solved,
 )
 from autoshard_ilp.halving import Left, cheapest, solve_divided
+from autoshard_ilp.kinds import Kind
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.untied import NODES, without_ties
@@ -208,9 +209,10 @@ def _again(
                 return failure_of(first, failed)
             facts = known_from(known.solution, known.problem, first)
 
-    def solve(problem: Problem, start: Any, seconds: float, **keywords: Any) -> Any:
+    def solve(problem: Any, start: Any, seconds: float, **keywords: Any) -> Any:
         own = facts if problem is first else Known(() if start is None else (start,))
-        return solved(problem, progress, own, seconds, cutoff=cutoff, dear=dear, **keywords)
+        asked = replace(first, program=problem.program) if isinstance(problem, Kind) else problem
+        return solved(asked, progress, own, seconds, **{"cutoff": cutoff, "dear": dear, **keywords})
 
     def make(first_share: float) -> Problem:
         if first_share == first.table.first_share:

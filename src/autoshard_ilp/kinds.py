@@ -1,0 +1,102 @@
+"""Plans of the kinds that people write by hand, as starts where memory binds and no good plan is known.
+
+Once it is settled how weights and optimizer slots are stored, little is left of what memory has to choose between, and
+the program is solved in a part of the time: prices alone may need minutes to find a plan that is as good. The best plan
+lies elsewhere as a rule, but close to one of these, and is looked for from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoshard_ilp.pins import class_masks, path_shapes
+from autoshard_ilp.program.families import restricted
+from autoshard_ilp.recipes import RECIPES
+
+Kept = Sequence[np.ndarray]
+"""Per decision, the strategies that are left (bool)."""
+
+KINDS = ("fsdp", "zero1", "fsdp+megatron", "megatron")
+"""Recipes, in the order in which they are tried."""
+
+PART = 0.6
+"""Of the time left: what one kind may take."""
+
+LEAST_SECONDS = 1.5
+"""In less, no kind shows anything."""
+
+GAP = 0.01
+"""Relative gap to its bound of a plan of some kind that will do."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A program with some of the strategies, solved as one of its own."""
+
+    program: Any
+
+
+def kinds_of(table: Any, program: Any, infos: Any, mesh: Any) -> Iterator[Kept]:
+    """The kinds of a training step, each once; what pins leave nothing of stays free.
+
+    Args:
+        table: cost table of the step.
+        program: built from it.
+        infos: the trace, with ``arguments`` and ``batch_size``; of a function, there are no kinds.
+        mesh: its :class:`~autoshard_ilp.mesh.MeshSpec`.
+    """
+    if not getattr(infos, "batch_size", 0) or not any(info.role == "optimizer" for info in infos.arguments):
+        return
+    shapes, seen = path_shapes(table.graph), set[bytes]()
+    whole = [np.ones(len(node.costs), bool) for node in program.nodes]
+    for name in KINDS:
+        masks = class_masks(table, RECIPES[name](infos, mesh).of_paths(shapes))
+        if masks is None:
+            continue
+        kept = [*whole]
+        for index, mask in masks.items():
+            kept[index] = mask if mask.any() else whole[index]
+        key = b"".join(np.packbits(mask).tobytes() for mask in kept)
+        if key not in seen:
+            seen.add(key)
+            yield kept
+
+
+def starts_of_kinds(
+    program: Any,
+    kinds: Iterator[Kept],
+    solve: Callable[..., Any],
+    seconds: float,
+    clock: Callable[[], float],
+    cutoff: float,
+    one: bool = False,
+) -> tuple[list[np.ndarray], bool]:
+    """The best plans of some kinds, each better than those before, and whether that was interrupted.
+
+    Args:
+        program: the whole one.
+        kinds: what each leaves of it.
+        solve: (problem, start, seconds, further keywords) -> solution.
+        seconds: for all of them.
+        clock: seconds that only grow.
+        cutoff: objective, in seconds, that plans have to be below.
+        one: the first such plan will do.
+    """
+    until, plans = clock() + seconds, list[np.ndarray]()
+    for kept in kinds:
+        part = PART * (until - clock())
+        if part < LEAST_SECONDS:
+            break
+        found = solve(Kind(restricted(program, kept)), None, part, cutoff=cutoff, relative_gap=GAP)
+        if found.choices is not None and found.objective < cutoff:
+            cutoff = float(found.objective)
+            plans.append(np.array([np.flatnonzero(k)[s] for k, s in zip(kept, found.choices, strict=True)]))
+        if found.report.get("interrupted"):
+            return plans, True
+        if one and plans:
+            break
+    return plans, False
