@@ -296,14 +296,24 @@ def test_the_fastest_may_lie_between_numbers_of_blocks_that_were_tried(any_plan:
 
 def test_where_memory_binds_an_eighth_of_the_blocks_less_is_tried_first(any_plan: Plan) -> None:
     planner = _Planner(16, 8, any_plan)  # what every block keeps selectively
-    found = search(POLICIES, planner, lambda failed: 16, 100.0, dear=lambda plan: 0.01)
+    much = {"share": lambda plan: 0.5, "dear": lambda plan: 0.3}  # of the step: recomputation, and what memory adds
+    found = search(POLICIES, planner, lambda failed: 16, 100.0, **much)
     assert planner.asked == ["never", "selective", "selective:14"]
     assert found.plan is not None and found.plan.remat_policy == "selective"
     assert "16 of 16 blocks fit, 14 are no faster or do not fit" in found.plan.notes[-1]
     roomy = _Planner(16, 12, any_plan)
-    found = search(POLICIES, roomy, lambda failed: 16, 100.0, dear=lambda plan: 0.01)
+    found = search(POLICIES, roomy, lambda failed: 16, 100.0, **much)
     assert roomy.asked[:3] == ["never", "selective", "selective:14"]
     assert found.plan is not None and found.plan.remat_policy == "selective:8"
+
+
+@pytest.mark.parametrize(("room", "asked"), [(8, ["8", "12", "14"]), (13, ["8", "4", "6"])])
+def test_where_recomputation_takes_most_half_of_the_blocks_are_tried_first(
+    room: float, asked: list[str], any_plan: Plan
+) -> None:
+    planner = _Planner(16, room, any_plan)
+    search(POLICIES, planner, lambda failed: 16, 100.0, share=lambda plan: 0.5, dear=lambda plan: 0.2)
+    assert planner.asked[2:5] == [f"selective:{k}" for k in asked]
 
 
 def test_nothing_fits(any_plan: Plan) -> None:

@@ -9,7 +9,9 @@ where the plans that are best *without* a budget go: their seconds and their byt
    and the largest known not to, or not to be faster;
 2. where the budget binds although all blocks recompute, recomputed blocks make room that layouts would pay for. If an
    eighth of them less is no faster, that room is worth more than the recomputation; the search goes down in steps of an
-   eighth, each twice the one before, and back, and ends within an eighth;
+   eighth, each twice the one before, and back, and ends within an eighth. Where recomputing takes by far more than the
+   budget adds, half of the blocks come first. No number takes more than a part of the time, and the best one is solved
+   to the end afterwards;
 3. at last the middles of the gaps wider than an eighth are tried, where what the step would take without a budget (in
    between: the mean) leaves a gain.
 
@@ -41,6 +43,9 @@ LONG_GAIN = 0.01
 
 LITTLE = 0.1
 """Of the time that the plan of all blocks took: in less, another number of them shows nothing."""
+
+LITTLE_ADDED = 0.5
+"""Of what recomputing all blocks takes: if the budget adds less than this, half of the blocks are tried first."""
 
 TRY_PART = 0.5
 """Of the time left: what one number of blocks may take where memory binds with all of them, and a proof is long ..."""
@@ -200,10 +205,12 @@ class FewerBlocks:
         return None
 
     def _down(self) -> Any:
-        """By an eighth, two, four, ...; half-way once a number is known that is too small."""
+        """By an eighth, two, four, ...; half-way once a number is known that is too small, and from the beginning
+        where recomputation takes by far more than the budget adds."""
+        added = self.means.dear(self.every) * self.every.cost.total_s
         jump = self.eighth
         while True:
-            yield max(1, self.high - jump) if self.low == 0 else self._middle()
+            yield self._middle() if self.low or added < LITTLE_ADDED * self.recomputed_s else max(1, self.high - jump)
             jump *= 2
 
     def _around_guess(self) -> Any:
