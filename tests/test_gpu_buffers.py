@@ -215,3 +215,34 @@ def test_what_the_gradient_of_a_pooling_holds_is_counted(dtype: str) -> None:
     seen = plan.verify("h100:8")
     assert seen.compiled_peak_bytes is not None
     assert 0.9 < seen.compiled_peak_bytes / plan.memory.peak_bytes < 1.05
+
+
+@needs_cuda
+def test_indices_beside_batch_dimensions_are_counted() -> None:
+    """XLA:GPU writes the place in every batch dimension beside each index, and keeps that for the gradient."""
+    import keras
+
+    class Relative(keras.layers.Layer):
+        """Scores of distances, taken as the attention of DeBERTa takes them."""
+
+        def build(self, shape: Any) -> None:
+            self.kernel = self.add_weight(shape=(4, shape[-1], 256), name="kernel")
+
+        def call(self, x: Any) -> Any:
+            scores = keras.ops.einsum("bsd,hdk->bhsk", x, self.kernel)
+            place = keras.ops.arange(128)
+            distance = keras.ops.broadcast_to(
+                place[:, None] - place[None, :] + 127, (*keras.ops.shape(scores)[:3], 128)
+            )
+            return keras.ops.mean(keras.ops.take_along_axis(scores, distance, axis=-1) ** 2, axis=(1, 2, 3))
+
+    def build() -> Any:
+        x = keras.Input((128, 64))
+        model = keras.Model(x, Relative()(x))
+        model.compile("sgd", "mse")
+        return model
+
+    plan = autoshard.optimize(build, {"data": 8}, hardware="h100", batch_size=256, progress=False)
+    seen = plan.verify("h100:8")
+    assert seen.compiled_peak_bytes is not None
+    assert 0.85 < seen.compiled_peak_bytes / plan.memory.peak_bytes < 1.05

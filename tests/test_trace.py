@@ -613,3 +613,12 @@ def test_an_imported_keras_on_another_backend_is_refused(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
     with pytest.raises(UnsupportedModelError, match=r"'tensorflow'.*KERAS_BACKEND=jax"):
         trace_model(_net())
+
+
+def test_a_step_that_cannot_be_traced_names_layers_that_keras_does_not_compile():
+    inputs = keras.Input((16, 16, 3))
+    outputs = layers.GlobalAveragePooling2D()(layers.RandomCrop(8, 8, name="crop")(inputs))
+    model = keras.Model(inputs, outputs)
+    model.compile(optimizer="sgd", loss="mse")
+    with pytest.raises(UnsupportedModelError, match=r"(?s)could not be traced.*supports_jit is False\): crop\. .*data"):
+        trace_model(model, mode="train", batch_size=8)

@@ -300,8 +300,12 @@ def _trace(
     variables = ki.state_variables(model, mode)
     state = tuple([jax.ShapeDtypeStruct(tuple(v.shape), _variable_dtype(v)) for v in group] for group in variables)
     fn = _step_function(model, mode)
-    hint = "A step that trains with model.fit on JAX can be traced; try one step of fit on a small batch"
-    hint += ", and give targets= if the derived ones are not what the loss takes." if mode == "train" else "."
+    if uncompiled := ki.layers_without_jit(model):
+        hint = f"Keras does not compile these layers (their supports_jit is False): {', '.join(uncompiled)}. "
+        hint += "If the error comes from one of them, apply it to the data, before the model."
+    else:
+        hint = "A step that trains with model.fit on JAX can be traced; try one step of fit on a small batch"
+        hint += ", and give targets= if the derived ones are not what the loss takes." if mode == "train" else "."
     with _explained(model, f"traced (mode={mode!r})", hint), ki.repeatable() as drawn:
         closed_jaxpr, out_shape = jax.make_jaxpr(fn, return_shape=True)(state, batch)
         closed_jaxpr = compat.without_refs(closed_jaxpr)

@@ -25,6 +25,7 @@ from autoshard_ilp.keras_integration.inspection import has_fixed_outputs as has_
 from autoshard_ilp.keras_integration.inspection import has_own_step as has_own_step
 from autoshard_ilp.keras_integration.inspection import input_names as input_names
 from autoshard_ilp.keras_integration.inspection import is_fully_built as is_fully_built
+from autoshard_ilp.keras_integration.inspection import layers_without_jit as layers_without_jit
 from autoshard_ilp.keras_integration.inspection import optimizer_parts as optimizer_parts
 from autoshard_ilp.keras_integration.inspection import optimizer_slot_reference as optimizer_slot_reference
 from autoshard_ilp.keras_integration.inspection import output_names as output_names

@@ -203,3 +203,8 @@ def _align_slots(optimizer: Any, index_of: dict[int, int], owner: dict[int, int]
                 # A list of optimizer variables can hold None (no slot) and placeholders that are not state.
                 if id(slot) in own and id(parameter) in index_of:
                     owner[id(slot)] = index_of[id(parameter)]
+
+
+def layers_without_jit(model: Any) -> list[str]:
+    """Names of a model's layers that Keras does not compile, in order."""
+    return [layer.name for layer in model._flatten_layers(include_self=False) if not layer.supports_jit]
