@@ -246,3 +246,20 @@ def test_indices_beside_batch_dimensions_are_counted() -> None:
     seen = plan.verify("h100:8")
     assert seen.compiled_peak_bytes is not None
     assert 0.85 < seen.compiled_peak_bytes / plan.memory.peak_bytes < 1.05
+
+
+@needs_cuda
+def test_a_loop_reads_what_is_written_beside_its_stacks() -> None:
+    """Inputs times a kernel, that transposed, and the zeros of ten stacks are there at once before a GRU begins."""
+    import keras
+
+    def build() -> Any:
+        x = keras.Input((200, 512))
+        model = keras.Model(x, keras.layers.GRU(1024, return_sequences=True)(x))
+        model.compile("adam", "mse")
+        return model
+
+    plan = autoshard.optimize(build, {"data": 2, "model": 4}, hardware="h100", batch_size=64, progress=False)
+    seen = plan.verify("h100:8")
+    assert seen.compiled_peak_bytes is not None
+    assert 0.95 < seen.compiled_peak_bytes / plan.memory.peak_bytes < 1.05

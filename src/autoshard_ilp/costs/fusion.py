@@ -70,6 +70,7 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
     fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
     if family == "gpu":
         stored |= operands_of_erfc(graph, root, stored, fuses) | zeros_of_poolings(graph)
+        stored[_read_step_by_step(graph, root, fuses)] = True
     several = _read_by_several_kernels(graph, root, stored, readers, family)
     if family == "gpu":
         stored = worth_writing(graph, root, stored, _last_of_chains(graph, several, readers))
@@ -80,6 +81,14 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
         several &= ~padded
         stored[list(packed_masks(graph, fuses, VIEWS))] = True
     return _with_dear_ones(graph, root, stored, several, family)
+
+
+def _read_step_by_step(graph: Graph, root: np.ndarray, fuses: Sequence[bool]) -> list[int]:
+    """What loops read a slice of in every iteration: it has a buffer, as all that a loop is given, although kernels
+    inside could compute it."""
+    sources = {int(root[op.inputs[0]]) for op in graph.ops if op.primitive == "loop_slice"}
+    producers = {t: graph.tensors[t].producer for t in sources}
+    return [t for t, producer in producers.items() if producer is not None and fuses[producer]]
 
 
 def _masks_of_metrics(

@@ -8,7 +8,7 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +82,7 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
             )
             end[t.id] = horizon if t.id in held_to_end else max(last_use[t.id], start[t.id]) + 1
     if family == "gpu":
+        _prepared_before_what_is_read(graph, stored, time, start)
         _prepared_together(graph, start)
     for t_id in _overwritten(graph, root, stored, last_use, time, family):
         if t_id not in held_to_end:
@@ -134,10 +135,12 @@ def _overwritten(
     chain into the product. On GPUs a kernel that also computes reductions of what it reads, such as a softmax, its
     gradient or that of a normalisation, overwrites nothing; and nothing overwrites what a library's call returns beside
     its workspace: convolutions, and products where these are cuBLAS's. Only a bias and a ReLU are part of such a call.
+    What loops read transposed is written transposed, beside what it was made of.
     """
     in_library = _library_results(graph) if family == "gpu" else frozenset()
+    moved = _transposed_for_loops(graph, root) if family == "gpu" else frozenset()
     for op in graph.ops:
-        written = [t for t in op.outputs if stored[t]]
+        written = [t for t in op.outputs if stored[t] and t not in moved]
         if not written or not fusible(op) or op.primitive in ("argument", "constant"):
             continue
         size = graph.tensors[written[0]].bytes
@@ -155,6 +158,22 @@ def _overwritten(
             if t not in in_library or _is_biased_relu(graph, root, op, t):
                 yield t
                 break
+
+
+def _transposed_for_loops(graph: Graph, root: np.ndarray) -> frozenset[int]:
+    """Buffers that loops read slices of in another order of dimensions."""
+    found = set()
+    for op in graph.ops:
+        t = op.inputs[0] if op.primitive == "loop_slice" else -1
+        while t >= 0 and t != root[t]:
+            producer = graph.tensors[t].producer
+            view = None if producer is None else graph.ops[producer]
+            if view is None or view.primitive not in VIEWS:
+                break
+            if view.primitive == "transpose":
+                found.add(int(root[t]))
+            t = view.inputs[0]
+    return frozenset(found)
 
 
 def _library_results(graph: Graph) -> frozenset[int]:
@@ -227,6 +246,36 @@ def _region_ends(graph: Graph, time: np.ndarray) -> dict[int, int]:
 def _region_start(graph: Graph, stack: Op, time: np.ndarray) -> int:
     """A scan writes its stacked result into a buffer held from the loop's start."""
     return min((int(time[op.id]) for op in graph.ops if op.region == stack.region), default=int(time[stack.id]))
+
+
+def _prepared_before_what_is_read(graph: Graph, stored: np.ndarray, time: np.ndarray, start: np.ndarray) -> None:
+    """XLA:GPU puts the larger of what a loop starts with first: the zeros in all its stacks, where these are larger
+    than what it takes to make what the loop reads step by step (a recurrent layer's inputs times its kernel, and that
+    transposed: 150 MiB each, and ten stacks of 50, for a GRU of width 1024)."""
+    for region in graph.regions:
+        stacks = [t for op_id in region.stacks for t in graph.ops[op_id].outputs]
+        if region.parent or not stacks or region.kind != "scan":
+            continue
+        behind = _behind(graph, [graph.ops[op_id].inputs[0] for op_id in region.slices])
+        if any(graph.ops[i].region or graph.ops[i].primitive == "loop_stack" for i in behind):
+            continue  # another loop, with stacks of its own
+        made = [i for i in behind if graph.ops[i].primitive not in ("argument", "constant")]
+        written = sum(graph.tensors[t].bytes for i in made for t in graph.ops[i].outputs if stored[t])
+        if made and written < sum(graph.tensors[t].bytes for t in stacks):
+            first = min(int(time[i]) for i in made)
+            for t in stacks:
+                start[t] = min(int(start[t]), first)
+
+
+def _behind(graph: Graph, tensors: Iterable[int]) -> set[int]:
+    """Operations that some tensors are made by."""
+    found, left = set[int](), list(tensors)
+    while left:
+        producer = graph.tensors[left.pop()].producer
+        if producer is not None and producer not in found:
+            found.add(producer)
+            left += graph.ops[producer].inputs
+    return found
 
 
 def _prepared_together(graph: Graph, start: np.ndarray) -> None:

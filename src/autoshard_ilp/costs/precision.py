@@ -99,7 +99,7 @@ def _batched_indices(graph: Graph) -> Iterator[tuple[int, float]]:
     """Indices of gathers and scatters whose batch dimensions are the operand's too, and how much larger XLA:GPU makes
     them: it writes the position in each such dimension beside every index, and keeps that for the backward pass.
 
-    (``take_along_axis`` in the attention of DeBERTa, compiled for H100: ``s32[2,8,256,256,4]`` twice, 15 % of the peak.)
+    (``take_along_axis`` in DeBERTa's attention, compiled for H100: ``s32[2,8,256,256,4]`` twice, 15 % of the peak.)
     """
     found: dict[int, float] = {}
     for op in graph.ops:
