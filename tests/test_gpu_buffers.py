@@ -263,3 +263,25 @@ def test_a_loop_reads_what_is_written_beside_its_stacks() -> None:
     seen = plan.verify("h100:8")
     assert seen.compiled_peak_bytes is not None
     assert 0.95 < seen.compiled_peak_bytes / plan.memory.peak_bytes < 1.05
+
+
+@needs_cuda
+def test_updates_that_multiply_matrices_follow_one_another() -> None:
+    """What one step of Muon's iteration makes is gone when the next but one begins, however many there are."""
+    import keras
+
+    def build(steps: int) -> Callable[[], Any]:
+        def model() -> Any:
+            x = keras.Input((1024,))
+            net = keras.Model(x, keras.layers.Dense(4096, use_bias=False)(x))
+            net.compile(keras.optimizers.Muon(1e-3, exclude_layers=["none"], ns_steps=steps), "mse")
+            return net
+
+        return model
+
+    options: dict[str, Any] = {"hardware": "h100", "batch_size": 1024, "progress": False}
+    few, many = (autoshard.optimize(build(n), {"data": 2, "model": 4}, **options) for n in (2, 8))
+    assert few.memory.peak_bytes == many.memory.peak_bytes
+    seen = many.verify("h100:8")
+    assert seen.compiled_peak_bytes is not None
+    assert 0.9 < seen.compiled_peak_bytes / many.memory.peak_bytes < 1.2

@@ -17,7 +17,7 @@ from autoshard_ilp.costs.fusion import roots, written_to_memory
 from autoshard_ilp.costs.gpu_kernels import reads_by_kernel
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.padding import leaves_triton
-from autoshard_ilp.costs.primitives import REDUCTIONS, VIEWS, fusible
+from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, VIEWS, fusible
 from autoshard_ilp.costs.written import is_relu
 from autoshard_ilp.graph import BOUNDARY, PSEUDO_OPERATIONS, Graph, Op
 
@@ -92,10 +92,15 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
 
 
 def schedule(graph: Graph) -> np.ndarray:
-    """Time of each op: program order, with update operations as soon as their operands are known."""
+    """Time of each op: program order, with update operations as soon as their operands are known.
+
+    An update is one kernel, at one moment. Where updates multiply matrices (Muon orthogonalises what it adds, in several
+    steps), they are left in program order, or what every step makes would be there at once.
+    """
     time = np.arange(len(graph.ops), dtype=np.int64)
+    multiplied = any(op.phase == "update" and op.primitive in PRODUCTS for op in graph.ops)
     for op in graph.ops:
-        if op.phase != "update" or op.region or op.primitive in ("argument", "constant"):
+        if multiplied or op.phase != "update" or op.region or op.primitive in ("argument", "constant"):
             continue
         producers = [graph.tensors[t].producer for t in op.inputs]
         time[op.id] = max((int(time[p]) for p in producers if p is not None), default=0)
