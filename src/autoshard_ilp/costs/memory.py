@@ -94,8 +94,8 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
 def schedule(graph: Graph) -> np.ndarray:
     """Time of each op: program order, with update operations as soon as their operands are known.
 
-    An update is one kernel, at one moment. Where updates multiply matrices (Muon orthogonalises what it adds, in several
-    steps), they are left in program order, or what every step makes would be there at once.
+    An update is one kernel, at one moment. Where updates multiply matrices (Muon orthogonalises what it adds, step by
+    step), they are left in program order, or what every step makes would be there at once.
     """
     time = np.arange(len(graph.ops), dtype=np.int64)
     multiplied = any(op.phase == "update" and op.primitive in PRODUCTS for op in graph.ops)
