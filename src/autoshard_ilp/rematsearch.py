@@ -199,7 +199,9 @@ def _prove(found: Found, tried: Tried, took: float, left: float) -> None:
     if unproved is None or left <= took:
         return
     answer = tried(plan.remat_policy, left, math.inf, 1.0)
-    if isinstance(answer, Plan) and answer.cost.total_s <= plan.cost.total_s and answer.lower_bound > unproved.bound:
+    if not isinstance(answer, Plan) or answer.cost.total_s > plan.cost.total_s:
+        return
+    if answer.cost.total_s < plan.cost.total_s or answer.lower_bound > unproved.bound:
         own = [note for note in plan.notes if note not in answer.notes and not note.startswith("Memory binds")]
         found.plan = replace(answer, notes=(*answer.notes, *own))
 
