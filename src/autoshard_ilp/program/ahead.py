@@ -7,6 +7,7 @@ meantime, and a solve waits for what is left of it. Without such a process every
 
 from __future__ import annotations
 
+import atexit
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +20,13 @@ STAGES = ("kernels", "windows")
 """What is compiled, in this order; the process writes a line after each."""
 
 _CODE = """
+import contextlib
 import sys
 sys.path.insert(0, sys.argv[1])
 from autoshard_ilp.program.compiled import compile_all
 for stage in compile_all():
-    print(stage, flush=True)
+    with contextlib.suppress(OSError):  # nobody listens any more
+        print(stage, flush=True)
 """
 
 
@@ -58,6 +61,17 @@ def compile_ahead() -> None:
     except (OSError, ValueError):  # no process to be had, or no interpreter: compiled in place
         return
     _compiler.process, _compiler.lines, _compiler.left = process, process.stdout, list(STAGES)
+
+
+@atexit.register
+def _let_go() -> None:
+    """A process that still compiles goes on by itself, for the next plan; Python is not to warn of it."""
+    process = _compiler.process
+    if process is not None:
+        if process.stdout is not None:
+            process.stdout.close()
+        if process.poll() is None:
+            process.returncode = 0
 
 
 def wait_for(stage: str) -> None:
