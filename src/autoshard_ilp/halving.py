@@ -149,7 +149,7 @@ def solve_divided(
         surely: memory binds; the program is not solved without it first.
         free_part: of the time left, what the proof may take as long as memory does not bind.
         bound_part: of the time left then, what it may take where memory binds (a little time is not divided so much).
-        divided_part: the same, for programs whose layers are divided only.
+        divided_part: the same, for programs whose layers are divided and whose prices are soon found only.
         left_before: where an earlier call for the same step ended; it goes on from there.
         by_kind: of a similar step it is known that prices find no good start, and plans of known kinds do; the report
             says so (``by_kind``).
@@ -170,7 +170,8 @@ def solve_divided(
         if short(first):
             return {"seconds": left()}
         least = max(BOUND_SECONDS, BOUND_TIMES * first.seconds)
-        steady = max(min(bound_part, divided_part) * left(), min(least, BOUND_SHARE * left()))
+        share = bound_part if wide(make(0.0).program) else min(bound_part, divided_part)
+        steady = max(share * left(), min(least, BOUND_SHARE * left()))
         longer = max(steady, BOUND_SHARE * left())
         return {"seconds": longer, **({"steady_seconds": steady} if longer > steady else {})}
 
