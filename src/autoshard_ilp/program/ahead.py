@@ -11,7 +11,7 @@ import atexit
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from autoshard_ilp.program.kernels import descend
 from autoshard_ilp.program.window.kernels_fronts import joined
@@ -36,7 +36,6 @@ class _Compiler:
     def __init__(self) -> None:
         self.begun = False
         self.left: list[str] = []
-        self.lines: IO[str] | None = None
         self.process: subprocess.Popen[str] | None = None  # held, or Python would warn that it is still running
 
 
@@ -60,7 +59,7 @@ def compile_ahead() -> None:
         )
     except (OSError, ValueError):  # no process to be had, or no interpreter: compiled in place
         return
-    _compiler.process, _compiler.lines, _compiler.left = process, process.stdout, list(STAGES)
+    _compiler.process, _compiler.left = process, list(STAGES)
 
 
 @atexit.register
@@ -77,8 +76,8 @@ def _let_go() -> None:
 def wait_for(stage: str) -> None:
     """Wait until the process, if there is one, has compiled a stage, or has given up."""
     while stage in _compiler.left:
-        assert _compiler.lines is not None
-        line = _compiler.lines.readline().strip()
+        assert _compiler.process is not None and _compiler.process.stdout is not None
+        line = _compiler.process.stdout.readline().strip()
         _compiler.left = _compiler.left[_compiler.left.index(line) + 1 :] if line in _compiler.left else []
 
 

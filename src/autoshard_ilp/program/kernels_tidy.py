@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from autoshard_ilp.program.kernels_labels import numbered
+
 COMPRESSED, ROWS, COLUMNS, SOME, ALIKE = 1, 2, 4, 8, 16
 """Labels went; rows, and columns, had a least entry other than 0; some entry is not 0; some labels may be alike."""
 
@@ -20,39 +22,46 @@ _SHIFT = np.uint64(29)
 @njit(cache=True)
 def _renumbered(labels: np.ndarray, alive: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Labels that strategies alive carry, ascending, and labels numbered anew (-1: not alive)."""
-    place = np.full(count, -1, np.int64)
-    for s in alive:
-        place[labels[s]] = 0
-    kept = 0
-    for a in range(count):
-        if place[a] == 0:
-            place[a] = kept
-            kept += 1
-    left = np.empty(kept, np.int64)
-    for a in range(count):
-        if place[a] >= 0:
-            left[place[a]] = a
-    if kept == count:
+    carried = labels[alive]
+    first, numbers = numbered(carried, count)
+    left = carried[first]
+    if len(left) == count:
         return left, labels
     fresh = np.full(len(labels), -1, np.int64)
-    for s in alive:
-        fresh[s] = place[labels[s]]
+    fresh[alive] = numbers
     return left, fresh
 
 
 @njit(cache=True)
-def _alike(bits: np.ndarray, across: bool) -> bool:
-    """Whether rows, or columns ``across``, may have the same bits: a mixed sum of them is not of its own."""
+def _move_out(table: np.ndarray, rounding: float) -> tuple[np.ndarray, bool]:
+    """Least entry of every row, which is moved out of it where it is finite, and whether one of them is not 0."""
+    rows, columns = table.shape
+    least, some = np.full(rows, np.inf), False
+    for a in range(rows):
+        for b in range(columns):
+            least[a] = min(least[a], table[a, b])
+        low = least[a]
+        if low != 0.0:
+            some = True
+            if low < np.inf:
+                noise = rounding * abs(low)
+                for b in range(columns):
+                    left = table[a, b] - low
+                    table[a, b] = 0.0 if abs(left) <= noise else left
+    return least, some
+
+
+@njit(cache=True)
+def _alike(bits: np.ndarray) -> bool:
+    """Whether rows may have the same bits: a mixed sum of them is not of its own."""
     rows, columns = bits.shape
-    count, length = (columns, rows) if across else (rows, columns)
-    sums = np.zeros(count, np.uint64)
-    for i in range(count):
+    sums = np.zeros(rows, np.uint64)
+    for a in range(rows):
         factor, total = _MIX, np.uint64(0)
-        for j in range(length):
-            cell = bits[j, i] if across else bits[i, j]
-            total += (cell ^ (cell >> _SHIFT)) * factor
+        for b in range(columns):
+            total += (bits[a, b] ^ (bits[a, b] >> _SHIFT)) * factor
             factor += _MIX + _MIX
-        sums[i] = total
+        sums[a] = total
     sums.sort()
     return bool((sums[1:] == sums[:-1]).any())
 
@@ -88,31 +97,12 @@ def tidy_pair(
     for a in range(n):
         for b in range(m):
             out[a, b] = table[rows[a], columns[b]]
-    of_rows, of_columns = np.full(n, np.inf), np.full(m, np.inf)
-    for a in range(n):
-        for b in range(m):
-            of_rows[a] = min(of_rows[a], out[a, b])
-    for a in range(n):
-        low = of_rows[a]
-        if low != 0.0:
-            flags |= ROWS
-            if low < np.inf:
-                noise = rounding * abs(low)
-                for b in range(m):
-                    left = out[a, b] - low
-                    out[a, b] = 0.0 if abs(left) <= noise else left
-    for a in range(n):
-        for b in range(m):
-            of_columns[b] = min(of_columns[b], out[a, b])
-    for b in range(m):
-        low = of_columns[b]
-        if low != 0.0:
-            flags |= COLUMNS
-            if low < np.inf:
-                noise = rounding * abs(low)
-                for a in range(n):
-                    left = out[a, b] - low
-                    out[a, b] = 0.0 if abs(left) <= noise else left
+    of_rows, moved = _move_out(out, rounding)
+    if moved:
+        flags |= ROWS
+    of_columns, moved = _move_out(out.T, rounding)
+    if moved:
+        flags |= COLUMNS
     for a in range(n):
         for b in range(m):
             if out[a, b] != 0.0:
@@ -121,6 +111,6 @@ def tidy_pair(
                 out[a, b] = 0.0  # never -0, whose bits are others
     if flags & SOME:
         bits = out.view(np.uint64)
-        if _alike(bits, False) or _alike(bits, True):
+        if _alike(bits) or _alike(bits.T):
             flags |= ALIKE
     return flags, out, u_fresh, v_fresh, of_rows, of_columns
