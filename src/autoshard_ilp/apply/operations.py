@@ -75,14 +75,11 @@ class Operations:
             return
         value, at = frame.get(op.outputs[0]), self.plan.sharding(op.outputs[0])
         sums, alone = self.partial_sums(op)
-        waited = sums or reads_last or op.phase == "update" or self.reads_larger_copies(op)
+        own = reads_last or op.phase == "update" or op.id in self.plan.order.sums
+        waited = sums or own or self.reads_larger_copies(op)
         if not waited and self.plan.platform in SCATTERED_ONLY:
             return
-        if (
-            at is not None
-            and (alone or not sums or reads_last or op.phase == "update")
-            and ties.is_even(at, value.shape)
-        ):
+        if at is not None and (alone or not sums or own) and ties.is_even(at, value.shape):
             frame.computed[op.id] = ties.never(value, at.spec, self.plan.mesh)
 
     def reads_larger_copies(self, op: Op) -> bool:
@@ -175,7 +172,8 @@ class Operations:
                 return look_up(view, rule_for(view), args, layouts, plan.mesh, plan.axis_names)
         if not manual.runs_partial(view):
             return None
-        waited_for = op.id in plan.order.gradients and not self.partial_sums(op)[1]
+        order = plan.order
+        waited_for = op.id in order.gradients and (op.id in order.sums or not self.partial_sums(op)[1])
         with compat.like_equation(op.eqn, plan.stack(op)):
             out = manual.run(
                 op.eqn.primitive.bind,
