@@ -48,6 +48,10 @@ KINDS_SHARE = 0.5
 KINDS_ALONE = 0.9
 """... and where one step of many is looked at: the best is taken up again."""
 
+FAR = 0.3
+"""Share of the step that the budget adds at least, from which on other plans are surely better where they are allowed:
+recomputing a whole forward pass adds less."""
+
 PLAN_SHARE = 0.6
 """Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
 
@@ -207,6 +211,9 @@ def solve_divided(
         if shown.report.get("interrupted"):
             return one, shown, ()
         mixture, prices = shown.report.get("mixture", ()), shown.report.get("prices")
+        far = (1 - FAR) * shown.lower_bound >= known.without_memory > 0
+        if far and bound_part < 1 and shown.choices is not None:
+            return one, _told(shown, known), ()
         near = shown.choices is not None and shown.objective - shown.lower_bound <= FREE * abs(shown.objective)
         if near and not any((prices or {}).values()):
             return one, solve(one, shown.choices, max(0.0, ends - clock())), ()  # it does not bind after all
@@ -278,7 +285,12 @@ def _with_memory(problem: P, solve: Solve[P], known: Left, seconds: float, **mor
     of_relaxed = {"relaxed": known.relaxed, "without_memory": known.without_memory}
     if known.prices:
         more["prices"] = known.prices
-    found = solve(problem, known.choices, seconds, proved=known.lower_bound, **of_relaxed, **more)
+    return _told(solve(problem, known.choices, seconds, proved=known.lower_bound, **of_relaxed, **more), known)
+
+
+def _told(found: Any, known: Left) -> Any:
+    """A solution whose report has what :meth:`Left.of` asks for."""
+    of_relaxed = {"relaxed": known.relaxed, "without_memory": known.without_memory}
     found.report.update(of_relaxed, free_seconds=known.free_seconds)
     return found
 

@@ -36,7 +36,8 @@ SCATTERED_ONLY = frozenset({"tpu"})
 """Where only gradients that are reduced over devices are waited for, and only after that, and those for which larger
 copies are gathered than they are themselves. XLA:TPU computes a product and its reduce-scatter in one kernel, and a
 product and the update that reads it: a look at the product would part them, and its result would be written (two Llama
-layers take 8 % more memory so)."""
+layers take 8 % more memory so). So would one at a product that is cast and held so (``added_up_wide``): it would be
+written twice."""
 
 METRICS_FIRST = frozenset({"tpu"})
 """Where the backward pass waits for metrics, and for sums over the gradient that it begins with."""

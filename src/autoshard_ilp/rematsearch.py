@@ -237,6 +237,9 @@ def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_b
         if isinstance(answer, Plan):
             found.offer(answer)
         took, until = clock() - began, began + seconds
+        good = best() is not first and dear(best()) <= DEAR_SHARE  # the others need not be tried
+        if good and (unproved[0] is None or unproved[0].bound >= best().cost.total_s):
+            until = deadline
         FewerBlocks(found, means, policy, "never", n_blocks, until, first, answer).run(took)
         if best() is not first and dear(best()) <= DEAR_SHARE:
             break

@@ -16,6 +16,7 @@ from autoshard_ilp.apply.planned import Planned
 from autoshard_ilp.apply.values import Frame, Values
 from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES
+from autoshard_ilp.costs.precision import added_up_wide
 from autoshard_ilp.graph import Op
 from autoshard_ilp.lookup import look_up
 from autoshard_ilp.order import SCATTERED_ONLY
@@ -76,7 +77,7 @@ class Operations:
         value, at = frame.get(op.outputs[0]), self.plan.sharding(op.outputs[0])
         sums, alone = self.partial_sums(op)
         own = reads_last or op.phase == "update" or op.id in self.plan.order.sums
-        waited = sums or own or self.reads_larger_copies(op)
+        waited = sums or own or (self.reads_larger_copies(op) and not added_up_wide(self.graph, op))
         if not waited and self.plan.platform in SCATTERED_ONLY:
             return
         if at is not None and (alone or not sums or own) and ties.is_even(at, value.shape):
