@@ -334,6 +334,36 @@ def test_an_interrupted_kind_ends_the_search_with_its_plan(one_kind: None) -> No
     assert solver.asked[3][1:3] == ([1, 1], 0.0) and found.report["interrupted"]
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_kind_is_solved_further_where_its_plan_is_taken_up_again(inside: bool, one_kind: None) -> None:
+    """Only where the plan is still of that kind; its choices are those of the kind, counted among what is left."""
+    choices = np.array([1, 1]) if inside else np.array([1, 2])
+    left = Left(0.0, choices, np.array([7, 8]), 1.8, 1.7, 3.0, by_kind=True)
+    solver = _Solver([of_kind(2.4)] * inside + [solution(2.3, "feasible", 1.9)])
+    solve_divided(make, solver, 100.0, lambda: solver.now, left_before=left)
+    assert solver.names() == ["kind"] * inside + ["tied"]
+    if inside:
+        assert solver.asked[0][1:] == ([0, 0], 50.0, {"relative_gap": kinds.GAP})
+    assert solver.asked[-1][1] == list(choices)
+
+
+@pytest.mark.parametrize(
+    ("bound_s", "others", "left_early"), [(2.8, True, True), (2.6, True, False), (2.8, False, False)]
+)
+def test_what_its_budget_makes_far_too_dear_is_left_where_others_may_be_tried(
+    bound_s: float, others: bool, left_early: bool
+) -> None:
+    """Without a budget 1.9 s; with it, 2.8 s at least: 32 % of the step. What is known is enough to go on from."""
+    first, shown = solution(np.inf, "feasible", 1.9, large=True), solution(2.9, "feasible", bound_s)
+    solver = _Solver([first, shown, solution(2.9, "feasible", bound_s)])
+    options = {"bound_part": 0.25} if others else {}
+    _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now, **options)
+    assert solver.names() == ["tied", "prices"] + ["fine"] * (not left_early)
+    if left_early:
+        left = Left.of(0.0, found)
+        assert left is not None and left.without_memory == 1.9 and left.lower_bound == bound_s
+
+
 def test_the_layers_are_divided_as_prices_ask_for() -> None:
     """Three layers are as in the faster plan, which holds more; the start is their mixture."""
     first, prices = solution(np.inf, "feasible", 1.9, large=True), solution(lower=2.01)

@@ -126,6 +126,32 @@ def test_convolutions_in_groups_are_held_in_32_bits_where_their_readers_cast(
     assert {found.moved(graph, graph.ops[c], i) for c, i in graph.tensors[made].consumers} == {2.0}
 
 
+def tied(table: Any, ids: Any, x: Any) -> Any:
+    """A table that is looked up and makes logits in 16 bits; its gradient is a sum of both."""
+
+    def loss(table: Any) -> Any:
+        narrow = table.astype("bfloat16")
+        return jnp.sum(jnp.tanh((jnp.take(table, ids, axis=0).astype("bfloat16") + x) @ narrow.T).astype("float32"))
+
+    return table - jax.grad(loss)(table)
+
+
+def untied(table: Any, ids: Any, x: Any) -> Any:
+    return table - jax.grad(lambda table: jnp.sum(jnp.tanh(x @ table.astype("bfloat16").T).astype("float32")))(table)
+
+
+@pytest.mark.parametrize(
+    ("step", "profile", "expected"), [(tied, TPU, 4.0), (tied, GPU, 2.0), (untied, TPU, 2.0)], ids=str
+)
+def test_the_gradient_of_a_tied_table_is_held_in_32_bits(step: Any, profile: Any, expected: float) -> None:
+    shapes = ((512, 64), "float32"), ((32,), "int32"), ((32, 64), "bfloat16")
+    jaxpr = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(*s) for s in shapes))
+    graph = insert_hubs(build_graph(jaxpr, argument_paths=["t", "i", "x"], result_paths=["t"]))
+    made = [op for op in graph.ops if op.primitive == "dot_general" and op.phase == "backward"]
+    (gradient,) = [op.outputs[0] for op in made if set(graph.tensors[op.outputs[0]].shape) == {512, 64}]
+    assert precision(graph, profile).held[gradient] == expected
+
+
 def gathered_to_be_cut(rows: int) -> float:
     """Bytes of the all-gather of a float32 table whose columns are gathered, whose rows are cut, and which is cast."""
     mesh, table = mesh_of("h100:8"), jax.ShapeDtypeStruct((rows, SIZE), "float32")

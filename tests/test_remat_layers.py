@@ -161,6 +161,30 @@ def test_plans_that_recompute_share_the_time_that_is_left(any_plan: Plan) -> Non
     assert given == pytest.approx({"never": 80.0, "selective": 10.0, "full": 10.0})
 
 
+def test_time_that_no_other_policy_needs_goes_to_fewer_blocks(any_plan: Plan) -> None:
+    """Recomputing all blocks is good enough that no third policy follows: what that would have had is there."""
+    now, given = 0.0, list[tuple[str, float]]()
+
+    def tried(policy: str, seconds: float, worse_than: float, dear: float) -> Any:
+        nonlocal now
+        given.append((policy, seconds))
+        now += 10.0
+        step_s = 1.0 if policy == "selective" else 9.0
+        if policy not in POLICIES:  # no faster
+            failed = SimpleNamespace(status="feasible", lower_bound=1.0, report={})
+            return SimpleNamespace(step=SimpleNamespace(remat=policy), solution=failed)
+        return replace(any_plan, remat_policy=policy, cost=_Cost(step_s))
+
+    def dear(plan: Plan) -> float:
+        return 0.5 if plan.remat_policy == "never" else 0.0
+
+    found = search(POLICIES, tried, lambda failed: 16, 100.0, lambda: now, dear=dear)
+    asked = [policy for policy, _ in given]
+    assert asked[:2] == ["never", "selective"] and "full" not in asked
+    assert given[1][1] == pytest.approx(45.0) and given[2][1] == pytest.approx(80.0), "all that is left"
+    assert found.plan is not None and found.plan.remat_policy == "selective"
+
+
 def test_what_is_taken_up_again_has_a_part_of_the_time(any_plan: Plan) -> None:
     """A plan that recomputes nothing and is not proved; nothing else is asked once a part is used up."""
     now, given = 0.0, list[tuple[str, float]]()

@@ -20,7 +20,7 @@ import numpy as np
 
 from autoshard_ilp.costs.fold import LEAST_SPLIT
 from autoshard_ilp.division import HALF, division_of
-from autoshard_ilp.kinds import Kept, starts_of_kinds
+from autoshard_ilp.kinds import Kept, better_of_its_kind, starts_of_kinds
 
 HALVED = "Memory binds: each half of the repeated layers decides for itself."
 DIVIDED = "Memory binds: the first {:.2g}% of the repeated layers decide for themselves, and so do the others."
@@ -47,6 +47,9 @@ KINDS_SHARE = 0.5
 
 KINDS_ALONE = 0.9
 """... and where one step of many is looked at: the best is taken up again."""
+
+KIND_AGAIN = 0.5
+"""Of the time left where that is taken up again: what its kind may take before all plans do."""
 
 FAR = 0.3
 """Share of the step that the budget adds at least, from which on other plans are surely better where they are allowed:
@@ -91,6 +94,7 @@ class Left:
         lower_bound, without_memory: seconds, with and without a budget.
         free_seconds: what solving it without a budget took.
         prices: time -> seconds per byte in use then, where some are known.
+        by_kind: the plan was found from one of a known kind, in little time.
     """
 
     first_share: float
@@ -100,6 +104,7 @@ class Left:
     without_memory: float
     free_seconds: float
     prices: Mapping[int, float] | None = None
+    by_kind: bool = False
 
     @staticmethod
     def of(first_share: float, solution: Any) -> Left | None:
@@ -109,7 +114,8 @@ class Left:
         if solution.status != "feasible" or relaxed is None:
             return None
         known = report["without_memory"], report["free_seconds"]
-        return Left(first_share, solution.choices, relaxed, _bound(solution), *known, report.get("prices"))
+        more = report.get("prices"), bool(report.get("by_kind"))
+        return Left(first_share, solution.choices, relaxed, _bound(solution), *known, *more)
 
 
 def _bound(solution: Any) -> float:
@@ -186,6 +192,10 @@ def solve_divided(
 
     if left_before is not None:
         same = make(left_before.first_share)
+        if left_before.by_kind and left_before.choices is not None:
+            seconds = KIND_AGAIN * left()
+            better = better_of_its_kind(same.program, same.kinds(), solve, left_before.choices, seconds)
+            left_before = replace(left_before, choices=better)
         found = _with_memory(same, solve, left_before, left())
         return same, found, (_note(same),) if left_before.first_share else ()
     one = make(0.0)

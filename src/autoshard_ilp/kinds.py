@@ -66,6 +66,31 @@ def kinds_of(table: Any, program: Any, infos: Any, mesh: Any) -> Iterator[Kept]:
             yield kept
 
 
+def better_of_its_kind(
+    program: Any, kinds: Iterator[Kept], solve: Callable[..., Any], choices: np.ndarray, seconds: float
+) -> np.ndarray:
+    """A plan of some kind, or a better one of the first kind that it is of.
+
+    Args:
+        program: the whole one.
+        kinds: what each leaves of it.
+        solve: (problem, start, seconds, further keywords) -> solution.
+        choices: of the plan.
+        seconds: most of them.
+    """
+    for kept in kinds:
+        if all(mask[s] for mask, s in zip(kept, choices, strict=True)):
+            start = np.array([int(mask[:s].sum()) for mask, s in zip(kept, choices, strict=True)])
+            found = solve(Kind(restricted(program, kept)), start, seconds, relative_gap=GAP)
+            return choices if found.choices is None else _whole(kept, found.choices)
+    return choices
+
+
+def _whole(kept: Kept, choices: np.ndarray) -> np.ndarray:
+    """Choices among the strategies that are left, as ones among all."""
+    return np.array([np.flatnonzero(k)[s] for k, s in zip(kept, choices, strict=True)])
+
+
 def starts_of_kinds(
     program: Any,
     kinds: Iterator[Kept],
@@ -94,7 +119,7 @@ def starts_of_kinds(
         found = solve(Kind(restricted(program, kept)), None, part, cutoff=cutoff, relative_gap=GAP)
         if found.choices is not None and found.objective < cutoff:
             cutoff = float(found.objective)
-            plans.append(np.array([np.flatnonzero(k)[s] for k, s in zip(kept, found.choices, strict=True)]))
+            plans.append(_whole(kept, found.choices))
         if found.report.get("interrupted"):
             return plans, True
         if one and plans:
