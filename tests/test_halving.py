@@ -347,6 +347,14 @@ def test_the_kind_is_solved_further_where_its_plan_is_taken_up_again(inside: boo
     assert solver.asked[-1][1] == list(choices)
 
 
+def test_an_interrupt_while_a_kind_is_taken_up_again_ends_the_search(one_kind: None) -> None:
+    left, kind = Left(0.0, np.array([1, 1]), np.array([7, 8]), 1.8, 1.7, 3.0, by_kind=True), of_kind(2.4)
+    kind.report["interrupted"] = True
+    solver = _Solver([kind, solution(2.4, "feasible", 1.9)])
+    _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now, left_before=left)
+    assert solver.asked[1][1:3] == ([1, 1], 0.0) and found.report["interrupted"]
+
+
 @pytest.mark.parametrize(
     ("bound_s", "others", "left_early"), [(2.8, True, True), (2.6, True, False), (2.8, False, False)]
 )

@@ -191,12 +191,14 @@ def solve_divided(
         return bool(known or ended or left() <= 0)
 
     if left_before is not None:
-        same = make(left_before.first_share)
+        same, stopped = make(left_before.first_share), False
         if left_before.by_kind and left_before.choices is not None:
             seconds = KIND_AGAIN * left()
-            better = better_of_its_kind(same.program, same.kinds(), solve, left_before.choices, seconds)
+            better, stopped = better_of_its_kind(same.program, same.kinds(), solve, left_before.choices, seconds)
             left_before = replace(left_before, choices=better)
-        found = _with_memory(same, solve, left_before, left())
+        found = _with_memory(same, solve, left_before, 0.0 if stopped else left())
+        if stopped:
+            found.report["interrupted"] = True
         return same, found, (_note(same),) if left_before.first_share else ()
     one = make(0.0)
     if not splittable(one):

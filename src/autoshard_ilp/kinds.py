@@ -68,8 +68,8 @@ def kinds_of(table: Any, program: Any, infos: Any, mesh: Any) -> Iterator[Kept]:
 
 def better_of_its_kind(
     program: Any, kinds: Iterator[Kept], solve: Callable[..., Any], choices: np.ndarray, seconds: float
-) -> np.ndarray:
-    """A plan of some kind, or a better one of the first kind that it is of.
+) -> tuple[np.ndarray, bool]:
+    """A plan of some kind, or a better one of the first kind that it is of, and whether that was interrupted.
 
     Args:
         program: the whole one.
@@ -82,8 +82,9 @@ def better_of_its_kind(
         if all(mask[s] for mask, s in zip(kept, choices, strict=True)):
             start = np.array([int(mask[:s].sum()) for mask, s in zip(kept, choices, strict=True)])
             found = solve(Kind(restricted(program, kept)), start, seconds, relative_gap=GAP)
-            return choices if found.choices is None else _whole(kept, found.choices)
-    return choices
+            better = choices if found.choices is None else _whole(kept, found.choices)
+            return better, bool(found.report.get("interrupted"))
+    return choices, False
 
 
 def _whole(kept: Kept, choices: np.ndarray) -> np.ndarray:
