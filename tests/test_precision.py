@@ -141,7 +141,9 @@ def untied(table: Any, ids: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("step", "profile", "expected"), [(tied, TPU, 4.0), (tied, GPU, 2.0), (untied, TPU, 2.0)], ids=str
+    ("step", "profile", "expected"),
+    [(tied, TPU, 4.0), (tied, GPU, 2.0), (untied, TPU, 2.0)],
+    ids=["tied-tpu", "tied-gpu", "untied-tpu"],
 )
 def test_the_gradient_of_a_tied_table_is_held_in_32_bits(step: Any, profile: Any, expected: float) -> None:
     shapes = ((512, 64), "float32"), ((32,), "int32"), ((32, 64), "bfloat16")
