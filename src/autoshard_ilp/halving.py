@@ -294,16 +294,16 @@ def _alone(
 
 def _with_memory(problem: P, solve: Solve[P], known: Left, seconds: float, **more: Any) -> Any:
     """Solves where memory binds, from what is known."""
-    of_relaxed = {"relaxed": known.relaxed, "without_memory": known.without_memory}
+    more |= {"relaxed": known.relaxed, "without_memory": known.without_memory}
     if known.prices:
         more["prices"] = known.prices
-    return _told(solve(problem, known.choices, seconds, proved=known.lower_bound, **of_relaxed, **more), known)
+    return _told(solve(problem, known.choices, seconds, proved=known.lower_bound, **more), known)
 
 
 def _told(found: Any, known: Left) -> Any:
     """A solution whose report has what :meth:`Left.of` asks for."""
-    of_relaxed = {"relaxed": known.relaxed, "without_memory": known.without_memory}
-    found.report.update(of_relaxed, free_seconds=known.free_seconds)
+    without_budget = {"without_memory": known.without_memory, "free_seconds": known.free_seconds}
+    found.report.update(without_budget, relaxed=known.relaxed)
     return found
 
 

@@ -219,6 +219,10 @@ def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_b
         assert found.plan is not None
         return found.plan
 
+    def good() -> bool:
+        """Whether the policies not tried yet need not be."""
+        return best() is not first and dear(best()) <= DEAR_SHARE
+
     first = best()
     unproved, untried = [_Open.of(first)], list[str]()
     least = FREE_TIMES * free_seconds(first)
@@ -237,11 +241,10 @@ def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_b
         if isinstance(answer, Plan):
             found.offer(answer)
         took, until = clock() - began, began + seconds
-        good = best() is not first and dear(best()) <= DEAR_SHARE  # the others need not be tried
-        if good and (unproved[0] is None or unproved[0].bound >= best().cost.total_s):
+        if good() and (unproved[0] is None or unproved[0].bound >= best().cost.total_s):
             until = deadline
         FewerBlocks(found, means, policy, "never", n_blocks, until, first, answer).run(took)
-        if best() is not first and dear(best()) <= DEAR_SHARE:
+        if good():
             break
     for one in sorted((x for x in unproved if x is not None), key=lambda x: x.seconds):
         own = one.policy == best().remat_policy

@@ -47,14 +47,14 @@ SOME_OPERANDS: Mapping[str, tuple[int, ...]] = {
 }
 """The same for operations that also take indices."""
 
+INDEX_VIEWS = ("hub", "reshape", "squeeze", "expand_dims")
+"""Operations whose result has the buffer of what they read."""
 
-REARRANGED = ("transpose", "reshape", "squeeze", "expand_dims", "hub")
+REARRANGED = ("transpose", *INDEX_VIEWS)
 """What may lie between a product and the cast of its result."""
 
 SUMS = ("add", "add_any")
-
-INDEX_VIEWS = ("hub", "reshape", "squeeze", "expand_dims")
-"""Operations whose result has the buffer of what they read."""
+"""Operations that add two arrays up."""
 
 
 @dataclass(frozen=True, eq=False)
