@@ -66,6 +66,19 @@ def test_rows_are_found_wherever_they_are(table: Any, mode: str, result: tuple[i
     assert text.count("psum") == sum(d < 0 for d in result)
 
 
+def test_over_a_whole_slice_rows_are_scattered_in_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA:TPU would add up the whole result on every device: two layers of Gemma 3 on v5e 4x4 sent 17 % more."""
+    tokens = np.arange(2 * ROWS) % (ROWS + 3) - 2  # some of them out of bounds
+    layouts = {"table": (0, 0), "indices": (-1, -1), "result": (0, 0)}
+    take = lambda t, i: jnp.take(t, i, axis=0)  # noqa: E731
+    _, text = gathered(take, (TABLES["float"], tokens), layouts)
+    assert "reduce_scatter" not in text, "left to the partitioner"
+    monkeypatch.setattr("autoshard_ilp.lookup.whole_slice", lambda mesh: (2, 2, 2))
+    out, text = gathered(take, (TABLES["float"], tokens), layouts)
+    np.testing.assert_array_equal(out, take(jnp.asarray(TABLES["float"]), tokens))
+    assert text.count("reduce_scatter") == len(SIZES) and "psum" not in text.replace("psum_scatter", "")
+
+
 def test_a_fill_value_and_indices_of_few_bits() -> None:
     table, tokens = TABLES["integer"], np.array([0, 1, 2, 250, 15, 3, 14, 200, 4, 5, 6, 7], "uint8")
     take = lambda t, i: t.at[i].get(mode="fill", fill_value=-7)  # noqa: E731

@@ -1,8 +1,9 @@
-"""Look-ups in a table whose rows are sharded, where not all axes of the rows end in the same place.
+"""Look-ups in a table whose rows are sharded, where the partitioner would send more than the plan does.
 
 Each device fetches the rows that it has, and zeros elsewhere; the sum over devices is the result. XLA's partitioner
 writes that sum as one all-reduce over all the axes, and makes a reduce-scatter of it only where the result is then cut
-over the same axes, along one dimension. A plan that scatters over some axes and adds up over others (a table over all
+over the same axes, along one dimension; over a whole TPU slice it makes none even then
+(:mod:`autoshard_ilp.costs.scatter`). A plan that scatters over some axes and adds up over others (a table over all
 devices, its rows read by sequences that only some axes share) would send, and hold, the whole result; so the sums are
 written out here, as :mod:`autoshard_ilp.manual` does for products.
 """
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard_ilp._jax_compat import whole_slice
+from autoshard_ilp.costs.scatter import spans_slice
 from autoshard_ilp.manual import Computed, mapped, reduced, unreduced
 from autoshard_ilp.rules.rule import OpView, Rule
-from autoshard_ilp.sharding import PARTIAL, Layout, divides, local_shape
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape
 
 UNSIGNED = frozenset({"uint32", "uint64"})
 """Dtypes of indices from which no row can be subtracted, and that another dtype does not hold."""
@@ -63,7 +65,10 @@ def look_up(
     sums, before = unreduced(rule, operands) or ((), ())
     sides = [*zip(op.in_shapes, operands, strict=True), (op.out_shapes[0], before), (op.out_shapes[0], result)]
     sizes = [mesh.shape[name] for name in axis_names]
-    if len({result[a] for a in sums}) < 2 or PARTIAL in {*before, *result}:
+    slice_shape = whole_slice(mesh)
+    scattered = [a for a in sums if result[a] != WHOLE]
+    as_planned = len({result[a] for a in sums}) < 2 and not (scattered and spans_slice(scattered, sizes, slice_shape))
+    if as_planned or PARTIAL in {*before, *result}:
         return None
     if any(place != result[a] for a, place in enumerate(before) if a not in sums):
         return None
@@ -117,7 +122,7 @@ def look_up(
         if fills:  # one device says so for all
             there = jax.lax.broadcast_in_dim(outside & first, out.shape, batch)
             out = jnp.where(there, _fill(op.params["fill_value"], out.dtype), out)
-        return reduced(out, sums, result, axis_names, sizes, whole_slice(mesh), Computed())
+        return reduced(out, sums, result, axis_names, sizes, slice_shape, Computed())
 
     return mapped(one_device, args, op.in_shapes, operands, op.out_shapes[0], result, mesh, axis_names)
 

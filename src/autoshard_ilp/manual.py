@@ -43,9 +43,10 @@ LOCAL: Mapping[str, str] = {
 }
 
 
-#: Tiles of XLA:TPU's layouts of 16-bit numbers, and a multiple that fills whole tiles whichever dimension is tiled
-#: ("Tiled layout", https://openxla.org/xla/tiled_layout; the multiple was found by compiling for v5e).
-TILE_ROWS, TILE_LANES, SAFE_MULTIPLE = 16, 128, 256
+#: Rows of a tile of XLA:TPU's layouts, of 32-bit and of 16-bit numbers, its lanes, and a multiple that fills whole tiles
+#: whichever dimension is tiled ("Tiled layout", https://openxla.org/xla/tiled_layout; the multiple was found by
+#: compiling for v5e).
+SUBLANES, TILE_ROWS, TILE_LANES, SAFE_MULTIPLE = 8, 16, 128, 256
 
 
 MANY_DIMS = 4
@@ -314,34 +315,48 @@ def _scattered(
         front = row_major(jax.numpy.moveaxis(split, dim, 0))
         return jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False)
     front = jax.numpy.moveaxis(value, dim, 0)
+    shard = (rows, *front.shape[1:])
+    front = front.reshape(n_shards, *(_in_whole_tiles(shard) if slice_shape else shard))
     if in_stages:
         shards = _scattered_in_stages(front, axes, axis_names, sizes, slice_shape)
     else:
-        front = front.reshape(n_shards, rows, *front.shape[1:])
         front = row_major(front) if slice_shape and order.primitive == "dot_general" else front
         shards = jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False)
-    return jax.numpy.moveaxis(shards, 0, dim)
+    return jax.numpy.moveaxis(shards.reshape(shard), 0, dim)
+
+
+def _in_whole_tiles(shard: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape of a shard's numbers in which XLA:TPU scatters them.
+
+    It lays the longest dimension along the lanes, and beside it the one that is padded least. Of a few rows it makes
+    tiles of as many rows, and all-reduces (compiled for v5e 4x4: kernels of 12 heads of 64, 16 shards of 4). Where a
+    dimension fills the rows of whole tiles, or all are long, it scatters.
+    """
+    along_lanes = max(range(len(shard)), key=lambda d: shard[d])
+    beside = [n for d, n in enumerate(shard) if d != along_lanes]
+    whole = any(n % SUBLANES == 0 for n in beside) or not any(1 < n < SUBLANES for n in beside)
+    return shard if whole or math.prod(shard) % (SUBLANES * TILE_LANES) else (-1, TILE_LANES)
 
 
 def _scattered_in_stages(
     value: Any, axes: Sequence[int], axis_names: Sequence[str], sizes: Sequence[int], slice_shape: Sequence[int]
 ) -> Any:
-    """Partial sums scattered onto their first dimension by the stages of :mod:`autoshard_ilp.costs.scatter`."""
+    """Partial sums scattered by the stages of :mod:`autoshard_ilp.costs.scatter`, one shard per entry of the first
+    dimension."""
     import jax
 
     left = [a for a in axes if sizes[a] > 1]
     parts = [sizes[a] for a in left]
-    rows = value.shape[0] // math.prod(parts)
     if len(left) == 1:  # one axis in two parts: as many devices apart as the last part has, then neighbours
         minor = next(d for d in range(2, parts[0] + 1) if parts[0] % d == 0)
         major = parts[0] // minor
         name = axis_names[left[0]]
-        value = value.reshape(major, minor, rows, *value.shape[1:])
+        value = value.reshape(major, minor, *value.shape[1:])
         apart = [[q * minor + r for q in range(major)] for r in range(minor)]
         value = jax.lax.psum_scatter(value, name, scatter_dimension=0, axis_index_groups=apart, tiled=False)
         near = [[q * minor + r for r in range(minor)] for q in range(major)]
         return jax.lax.psum_scatter(value, name, scatter_dimension=0, axis_index_groups=near, tiled=False)
-    value = value.reshape(*parts, rows, *value.shape[1:])
+    value = value.reshape(*parts, *value.shape[1:])
     for stage in stages(left, sizes, slice_shape):
         value = jax.numpy.moveaxis(value, [left.index(a) for a in stage], range(len(stage)))
         value = value.reshape(-1, *value.shape[len(stage) :])
