@@ -9,6 +9,7 @@ may shard the features of one and not of the other. Each device repeats its numb
 planned. But the two broadcasts are equal: XLA:TPU merges them before it partitions the program, the one that is left
 has one layout, and whoever wants another gathers what cost nothing to make. So these broadcasts are made device by
 device, under ``shard_map`` (:func:`autoshard_ilp.manual.repeat`): of different shapes, they are nothing to merge.
+Layers that compute the same from the same (masks, rotary embeddings) do so in equal operations, which XLA merges too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from autoshard_ilp.costs.primitives import VIEWS
+from autoshard_ilp.costs.primitives import PRODUCTS, VIEWS
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op
 from autoshard_ilp.rules.elementwise import SEVERAL_OPERANDS
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout
@@ -49,9 +50,20 @@ def made_as_read(graph: Graph, operands: Places, results: Places) -> tuple[Place
         wanted = read.pop() if len(read) == 1 else now
         if wanted != now and all(b == a or (a == WHOLE and b >= 0) for a, b in zip(now, wanted, strict=True)):
             results[op.id, 0] = wanted
+            behind = graph.tensors[op.inputs[0]].producer
             if op.primitive == "hub":
                 operands[op.id, 0] = wanted
+            elif behind is not None and _is_broadcast(graph, graph.ops[behind]):
+                operands[op.id, 0] = _before(graph, op, wanted)
     return operands, results
+
+
+def _before(graph: Graph, broadcast: Op, result: Layout) -> Layout:
+    """The layout of a broadcast's operand that is cut as its result is."""
+    dims = broadcast.params["broadcast_dimensions"]
+    before, after = graph.tensors[broadcast.inputs[0]].shape, graph.tensors[broadcast.outputs[0]].shape
+    kept = {d: i for i, d in enumerate(dims) if before[i] == after[d]}
+    return tuple(kept.get(place, WHOLE) for place in result)
 
 
 def _is_broadcast(graph: Graph, op: Op) -> bool:
@@ -75,6 +87,7 @@ def unequal_broadcasts(
     """
     if platform not in PLATFORMS:
         return {}
+    same = _computed_alike(graph)
     uses: dict[tuple[object, ...], dict[Layout, list[tuple[int, int, Dims]]]] = {}
     for op in graph.ops:
         layout = layout_of(op.outputs[0]) if len(op.outputs) == 1 else None
@@ -83,7 +96,7 @@ def unequal_broadcasts(
         shape = graph.tensors[op.outputs[0]].shape
         for i, dims in _repeats(graph, op):
             t = op.inputs[i]
-            key = (graph.behind(t, VIEWS), graph.tensors[t].shape, dims, shape)
+            key = (same[graph.behind(t, VIEWS)], graph.tensors[t].shape, dims, shape)
             uses.setdefault(key, {}).setdefault(layout, []).append((op.id, i, dims))
     found: dict[int, tuple[tuple[int, Dims], ...]] = {}
     for by_layout in uses.values():
@@ -93,10 +106,33 @@ def unequal_broadcasts(
     return found
 
 
+def _computed_alike(graph: Graph) -> list[object]:
+    """Per tensor, what equals that of another where both are computed by equal operations from equal values.
+
+    Results of products and loops, and what is computed from them, equal nothing else.
+    """
+    same: list[object] = [t.id if t.literal is None else (t.dtype, str(t.literal)) for t in graph.tensors]
+    numbers: dict[object, int] = {}
+    for op in graph.ops:
+        if op.primitive in ("argument", "constant"):
+            same[op.outputs[0]] = ("given", op.id)
+        if op.primitive == "hub":
+            same[op.outputs[0]] = same[op.inputs[0]]
+        operands = [same[t] for t in op.inputs]
+        if op.region or op.eqn is None or op.primitive in PRODUCTS or any(isinstance(k, int) for k in operands):
+            continue
+        key = (op.primitive, repr(sorted(op.params.items(), key=lambda item: item[0])), *operands)
+        number = numbers.setdefault(key, len(numbers))
+        for i, t in enumerate(op.outputs):
+            same[t] = ("computed", number, i)
+    return same
+
+
 def _repeats(graph: Graph, op: Op) -> Iterator[tuple[int, Dims]]:
     """Operands of an operation that are repeated to its result's shape, with the result's dimension for each of theirs.
 
-    Scalars are not among them: XLA makes those anew in whatever layout is wanted. Neither are small results.
+    Scalars that an operation reads beside others are not among them: XLA makes those anew in whatever layout is wanted.
+    Neither are small results.
     """
     result = graph.tensors[op.outputs[0]]
     if math.prod(result.shape) < MIN_HUB_ELEMENTS or op.eqn is None:
@@ -109,5 +145,6 @@ def _repeats(graph: Graph, op: Op) -> Iterator[tuple[int, Dims]]:
             dims = tuple(range(len(shape)))
         else:
             continue
-        if shape and shape != result.shape and graph.tensors[t].literal is None:
+        alone = op.primitive == "broadcast_in_dim"
+        if shape != result.shape and (alone or (shape and graph.tensors[t].literal is None)):
             yield i, dims
