@@ -358,7 +358,9 @@ def _scattered_in_stages(
         return jax.lax.psum_scatter(value, name, scatter_dimension=0, axis_index_groups=near, tiled=False)
     value = value.reshape(*parts, *value.shape[1:])
     for stage in stages(left, sizes, slice_shape):
-        value = jax.numpy.moveaxis(value, [left.index(a) for a in stage], range(len(stage)))
+        places = [left.index(a) for a in stage]
+        if places != list(range(len(stage))):  # XLA:TPU would keep the order in memory, and all-reduce
+            value = row_major(jax.numpy.moveaxis(value, places, range(len(stage))))
         value = value.reshape(-1, *value.shape[len(stage) :])
         value = jax.lax.psum_scatter(value, tuple(axis_names[a] for a in stage), scatter_dimension=0, tiled=False)
         left = [a for a in left if a not in stage]
