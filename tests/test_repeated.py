@@ -32,7 +32,12 @@ def apart(x: jax.Array, scale: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.
     return jax.lax.mul(x, next(wide)), jax.lax.mul(y, next(wide))
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"by their reader": within, "on their own": apart}
+def anew(x: jax.Array, scale: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same, computed twice, as every layer computes its rotary embedding and its mask."""
+    return jax.lax.mul(x, jnp.cos(scale)), jax.lax.mul(y, jnp.cos(scale))
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"by their reader": within, "on their own": apart, "computed twice": anew}
 SHAPES = ((ROWS, WIDTH), (ROWS, 1), (ROWS, WIDTH))
 
 
@@ -95,6 +100,43 @@ def test_broadcasts_of_one_layout_are_left_alone() -> None:
     layouts = {graph.ops[op].outputs[j]: at for (op, j), at in decided.results.items()}
     assert len(unequal_broadcasts(graph, "tpu", layouts.get)) == 2
     assert not unequal_broadcasts(graph, "tpu", dict.fromkeys(layouts, FEATURES).get)
+
+
+def masked(layers: int = 2) -> Graph:
+    """Scores of several layers, each under a mask of its own and filled with numbers in two steps."""
+    shape = (8, 16, 256, 256)
+
+    def step(*scores: jax.Array) -> list[jax.Array]:
+        fill = lambda: jax.lax.broadcast_in_dim(jnp.full(shape[1:], -1.0), shape, (1, 2, 3))  # noqa: E731
+        seen = lambda: jnp.arange(256)[:, None] >= jnp.arange(256)[None]  # noqa: E731
+        return [jax.lax.select(jax.lax.broadcast_in_dim(seen(), shape, (2, 3)), s, fill()) for s in scores]
+
+    jaxpr = jax.make_jaxpr(step)(*[jax.ShapeDtypeStruct(shape, "float32")] * layers)
+    names = [str(i) for i in range(layers)]
+    return build_graph(jaxpr, argument_paths=names, result_paths=[f"out{i}" for i in range(layers)])
+
+
+def test_what_layers_compute_alike_is_told_apart_by_its_layout() -> None:
+    graph = masked()
+    wide = [op for op in graph.ops if op.outputs and len(graph.tensors[op.outputs[0]].shape) == 4]
+    broadcasts = [op for op in wide if op.primitive == "broadcast_in_dim"]
+    assert len(broadcasts) == 4
+    first = {op.outputs[0]: (0, 1) for op in wide}
+    assert not unequal_broadcasts(graph, "tpu", first.get)
+    selects = [op for op in wide if op.primitive == "select_n"]
+    other = {t: (1, 0) for op in selects[1:] for t in (*op.inputs, *op.outputs)}
+    assert set(unequal_broadcasts(graph, "tpu", {**first, **other}.get)) >= {op.id for op in broadcasts}
+
+
+def test_a_broadcast_of_a_broadcast_is_cut_as_it_is() -> None:
+    graph = masked(layers=1)
+    (select,) = (op for op in graph.ops if op.primitive == "select_n")
+    operands = {(select.id, i): (0, 2) for i in range(3)}
+    results = {(op.id, i): (-1, -1) for op in graph.ops for i in range(len(op.outputs))}
+    operands, results = made_as_read(graph, operands, results)
+    fill = graph.ops[graph.tensors[select.inputs[1]].producer or 0]
+    row = graph.ops[graph.tensors[fill.inputs[0]].producer or 0]
+    assert (results[fill.id, 0], operands[fill.id, 0], results[row.id, 0]) == ((0, 2), (-1, 1), (-1, 1))
 
 
 ODD = 4001

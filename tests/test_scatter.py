@@ -25,7 +25,7 @@ from autoshard_ilp.verify import compile_only_mesh, parse_collectives
 from test_manual import equation
 
 MESHES = {"8": (8,), "2x4": (2, 4), "2x2x2": (2, 2, 2), "1x8": (1, 8), "4x2": (4, 2)}
-WEIGHTS = [((64, 48), 0), ((24, 128), 1), ((8, 16, 4), 1)]
+WEIGHTS = [((64, 48), 0), ((24, 128), 1), ((8, 16, 4), 1), ((128, 12, 16), 2)]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,21 @@ def test_the_tpu_compiler_scatters_over_a_whole_slice(target: str, mesh_name: st
     if sum(n > 1 for n in sizes) > 1:
         axes = [c.mesh_axes(sizes, mesh.axis_names) for c in scattered]
         assert axes == [tuple(mesh.axis_names[a] for a in at) for _, at, _ in expected]
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("target", "sizes"), [("tpu-v5e:4x4", (4, 4)), ("tpu-v5e:2x4", (2, 4))])
+@pytest.mark.parametrize("per_shard", [2, 4])
+def test_shards_of_a_few_rows_are_scattered_too(target: str, sizes: tuple[int, int], per_shard: int) -> None:
+    """Kernels of twelve heads: XLA:TPU makes tiles of so few rows, and would all-reduce."""
+    pytest.importorskip("libtpu")
+    weight = (768, 12, per_shard * math.prod(sizes))
+    jitted, view = program(sizes, weight, 2, compile_only_mesh(target, ("a", "b"), sizes))
+    args = [jax.ShapeDtypeStruct(s, "bfloat16") for s in view.in_shapes]
+    found = parse_collectives(jitted.lower(*args).compile().as_text())
+    assert {c.kind for c in found} == {"reduce-scatter"}
+    expected = sum(n for _, _, n in price(sizes, weight, 2, target.partition(":")[0]))
+    assert sum(c.total_bytes_per_device for c in found) == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.tpu
