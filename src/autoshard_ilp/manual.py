@@ -43,8 +43,8 @@ LOCAL: Mapping[str, str] = {
 }
 
 
-#: Rows of a tile of XLA:TPU's layouts, of 32-bit and of 16-bit numbers, its lanes, and a multiple that fills whole tiles
-#: whichever dimension is tiled ("Tiled layout", https://openxla.org/xla/tiled_layout; the multiple was found by
+#: Rows of a tile of XLA:TPU's layouts, of 32-bit and of 16-bit numbers, its lanes, and a multiple that fills whole
+#: tiles whichever dimension is tiled ("Tiled layout", https://openxla.org/xla/tiled_layout; the multiple was found by
 #: compiling for v5e).
 SUBLANES, TILE_ROWS, TILE_LANES, SAFE_MULTIPLE = 8, 16, 128, 256
 
