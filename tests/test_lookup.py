@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from autoshard_ilp import apply
 from autoshard_ilp.apply import Decisions, planned_function
 from autoshard_ilp.graph import build_graph
 from autoshard_ilp.lookup import look_up
 from autoshard_ilp.rules import rule_for
+from autoshard_ilp.verify import parse_collectives
+from compiled import mesh_of, needs_tpu, sharding
 
 NAMES, SIZES = ("a", "b"), (2, 4)
 ROWS, COLUMNS, TOKENS = 16, 8, 12
@@ -25,8 +28,11 @@ def mesh() -> Mesh:
 
 
 def graph_of(function: Any, *args: Any) -> tuple[Any, Any]:
+    jaxpr = jax.make_jaxpr(function)(*args)
     graph = build_graph(
-        jax.make_jaxpr(function)(*args), argument_paths=[f"x{i}" for i in range(len(args))], result_paths=["y"]
+        jaxpr,
+        argument_paths=[f"x{i}" for i in range(len(args))],
+        result_paths=[f"y{i}" for i in range(len(jaxpr.out_avals))],
     )
     return graph, next(op for op in graph.ops if op.primitive == "gather")
 
@@ -115,3 +121,28 @@ def test_what_the_partitioner_does_as_well_is_left_to_it(table: tuple[int, int],
     view = graph.view(op)
     args = (TABLES["float"], np.arange(TOKENS)[:, None])
     assert look_up(view, rule_for(view), args, ([table, (-1, -1)], result), mesh(), NAMES) is None
+
+
+@needs_tpu
+@pytest.mark.tpu
+def test_a_table_whose_rows_are_rounded_is_sent_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From rows on some devices to columns on others: XLA:TPU rounds before an all-gather, but not before this."""
+    table, tokens = jax.ShapeDtypeStruct((4096, 1024), "float32"), jax.ShapeDtypeStruct((64,), "int32")
+    graph, op = graph_of(lambda t, i: jnp.take(t, i, axis=0, mode="clip").astype("bfloat16"), table, tokens)
+    results = {(graph.arguments[0], 0): (-1, 0), (graph.arguments[1], 0): (-1, -1), (op.id, 0): (-1, 1)}
+    decisions = Decisions({(op.id, 0): (-1, 1), (op.id, 1): (-1, -1)}, results)
+    target = mesh_of("tpu-v5e:2x4")
+
+    def sent() -> list[tuple[str, float]]:
+        step = jax.jit(
+            planned_function(graph, decisions, target, target.axis_names),
+            in_shardings=(sharding(target, (-1, 0), 2), sharding(target, (-1, -1), 1)),
+            out_shardings=[sharding(target, (-1, 1), 2)],
+        )
+        found = parse_collectives(step.lower(table, tokens).compile().as_text())
+        return [(c.kind, c.total_bytes_per_device) for c in found]
+
+    elements = 4096 * 1024 // 4 * 3 // 4
+    assert sent() == [("all-to-all", 2 * elements)]
+    monkeypatch.setattr(apply.planned, "rounded_lookups", lambda graph: frozenset())
+    assert sent() == [("all-to-all", 4 * elements)], "XLA:TPU rounds by itself now"

@@ -161,15 +161,17 @@ class Values:
         """``value`` on its way into operand i of ``op``, one decided layout after the other.
 
         What is cast to 16 bits when it arrives is cast before it leaves, as it was priced: XLA:GPU does so by itself
-        only where nothing lies between the collective and the cast.
+        only where nothing lies between the collective and the cast, XLA:TPU not before an all-to-all.
         """
         plan, tensor = self.plan, op.inputs[i]
         now = plan.layout(tensor)
         if plan.casts[op.id] and layout is not None and now != layout:
             value = value.astype(plan.casts[op.id])
+        wide = value.dtype if i == 0 and op.id in plan.rounded and layout is not None and now != layout else None
+        value = value if wide is None else value.astype(jnp.bfloat16)
         for after in (*plan.decisions.via.get((op.id, i), ()), layout):
             value, now = plan.move(value, tensor, now, after), after
-        return value
+        return value if wide is None else value.astype(wide)
 
     def array(self, frame: Frame, op: Op, i: int) -> Any:
         """As :meth:`read`; a literal becomes an array of its exact type."""

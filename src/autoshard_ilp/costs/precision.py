@@ -184,6 +184,16 @@ def cast_before_collectives(graph: Graph) -> tuple[str, ...]:
     return tuple(casts)
 
 
+def rounded_lookups(graph: Graph) -> frozenset[int]:
+    """Gathers from 32-bit tables whose rows every reader rounds to 16 bits.
+
+    XLA:TPU rounds the table before it is gathered from other devices, but not before an all-to-all.
+    """
+    lookups = [op for op in graph.ops if op.primitive == "gather" and graph.tensors[op.inputs[0]].dtype == WIDE]
+    narrow = _narrow(graph) if lookups else None
+    return frozenset(op.id for op in lookups if narrow is not None and _rounds(graph, op, 0, narrow))
+
+
 def _narrow(graph: Graph) -> np.ndarray:
     """Tensors that every reader rounds. From above: all 32-bit ones, less what one reader needs, until none is left."""
     narrow = np.array([t.dtype == WIDE and t.producer is not None and bool(t.consumers) for t in graph.tensors])
