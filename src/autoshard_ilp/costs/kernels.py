@@ -54,8 +54,8 @@ def filled_in_taps(graph: Graph, op: Op) -> float:
     """How many times the taps of its kernel a convolution computes on a GPU.
 
     cuDNN pads both ends alike. Where a dilated convolution is padded at one end, as a causal one is, XLA:GPU pads its
-    operand before, and its kernel with zeros between the taps (``xla/service/gpu/transforms/conv_padding_legalization``):
-    two taps of dilation 128 become 129 (a WaveNet compiled for H100: 3.8 times the FLOP of its step).
+    operand before, and its kernel with zeros between the taps: two taps of dilation 128 become 129 (a WaveNet compiled
+    for H100: 3.8 times the FLOP of its step; ``xla/service/gpu/transforms/conv_padding_legalization``).
     """
     dilations = op.params["rhs_dilation"]
     if all(d == 1 for d in dilations):
