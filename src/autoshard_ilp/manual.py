@@ -27,7 +27,16 @@ from typing import Any
 from autoshard_ilp._jax_compat import platform_of, row_major, whole_slice
 from autoshard_ilp.costs.scatter import spans_slice, stages
 from autoshard_ilp.rules.rule import Kind, OpView, Rule
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape, shards_of_dims, to_partition_spec
+from autoshard_ilp.sharding import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    before_broadcast,
+    divides,
+    local_shape,
+    shards_of_dims,
+    to_partition_spec,
+)
 
 #: Operations that may run on one device's parts; the value names a parameter that holds the result's shape.
 LOCAL: Mapping[str, str] = {
@@ -467,8 +476,7 @@ def repeat(
     import jax
 
     sizes = [mesh.shape[name] for name in axis_names]
-    kept = {d: i for i, d in enumerate(dims) if value.shape[i] == shape[d]}
-    operand = tuple(kept.get(place, WHOLE) for place in result)
+    operand = before_broadcast(result, dims, value.shape, shape)
     if not divides(shape, result, sizes):
         return None
 

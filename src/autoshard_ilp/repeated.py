@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from autoshard_ilp.costs.primitives import PRODUCTS, VIEWS
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op
 from autoshard_ilp.rules.elementwise import SEVERAL_OPERANDS
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, before_broadcast
 
 Dims = tuple[int, ...]
 
@@ -54,16 +54,9 @@ def made_as_read(graph: Graph, operands: Places, results: Places) -> tuple[Place
             if op.primitive == "hub":
                 operands[op.id, 0] = wanted
             elif behind is not None and _is_broadcast(graph, graph.ops[behind]):
-                operands[op.id, 0] = _before(graph, op, wanted)
+                before, after = (graph.tensors[t].shape for t in (op.inputs[0], op.outputs[0]))
+                operands[op.id, 0] = before_broadcast(wanted, op.params["broadcast_dimensions"], before, after)
     return operands, results
-
-
-def _before(graph: Graph, broadcast: Op, result: Layout) -> Layout:
-    """The layout of a broadcast's operand that is cut as its result is."""
-    dims = broadcast.params["broadcast_dimensions"]
-    before, after = graph.tensors[broadcast.inputs[0]].shape, graph.tensors[broadcast.outputs[0]].shape
-    kept = {d: i for i, d in enumerate(dims) if before[i] == after[d]}
-    return tuple(kept.get(place, WHOLE) for place in result)
 
 
 def _is_broadcast(graph: Graph, op: Op) -> bool:

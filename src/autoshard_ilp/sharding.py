@@ -136,3 +136,15 @@ def from_partition_spec(spec: Sequence[Any], axis_names: Sequence[str]) -> Layou
         if order != sorted(order):
             raise ValueError(f"axes {names} on one dimension must be in mesh order {tuple(axis_names)}, major to minor")
     return tuple(layout)
+
+
+def before_broadcast(result: Layout, dims: Sequence[int], before: Sequence[int], after: Sequence[int]) -> Layout:
+    """The layout in which a broadcast reads its operand for a layout of its result: what it repeats is whole.
+
+    Args:
+        result: of the result.
+        dims: the result's dimension for each of the operand's, as ``jax.lax.broadcast_in_dim`` takes them.
+        before, after: shapes of the operand and of the result.
+    """
+    kept = {d: i for i, d in enumerate(dims) if before[i] == after[d]}
+    return tuple(kept.get(place, WHOLE) for place in result)

@@ -165,13 +165,15 @@ class Values:
         """
         plan, tensor = self.plan, op.inputs[i]
         now = plan.layout(tensor)
-        if plan.casts[op.id] and layout is not None and now != layout:
+        moves = layout is not None and now != layout
+        rounded = moves and i == 0 and op.id in plan.rounded
+        if moves and plan.casts[op.id]:
             value = value.astype(plan.casts[op.id])
-        wide = value.dtype if i == 0 and op.id in plan.rounded and layout is not None and now != layout else None
-        value = value if wide is None else value.astype(jnp.bfloat16)
+        elif rounded:
+            value = value.astype(jnp.bfloat16)
         for after in (*plan.decisions.via.get((op.id, i), ()), layout):
             value, now = plan.move(value, tensor, now, after), after
-        return value if wide is None else value.astype(wide)
+        return value.astype(jnp.float32) if rounded else value
 
     def array(self, frame: Frame, op: Op, i: int) -> Any:
         """As :meth:`read`; a literal becomes an array of its exact type."""

@@ -190,8 +190,10 @@ def rounded_lookups(graph: Graph) -> frozenset[int]:
     XLA:TPU rounds the table before it is gathered from other devices, but not before an all-to-all.
     """
     lookups = [op for op in graph.ops if op.primitive == "gather" and graph.tensors[op.inputs[0]].dtype == WIDE]
-    narrow = _narrow(graph) if lookups else None
-    return frozenset(op.id for op in lookups if narrow is not None and _rounds(graph, op, 0, narrow))
+    if not lookups:
+        return frozenset()
+    narrow = _narrow(graph)
+    return frozenset(op.id for op in lookups if _rounds(graph, op, 0, narrow))
 
 
 def _narrow(graph: Graph) -> np.ndarray:
