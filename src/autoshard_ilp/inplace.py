@@ -52,7 +52,7 @@ def waiting_updates(graph: Graph, platform: str) -> dict[tuple[int, int], Wait]:
             continue
         mine: set[int] = set()
         for i, t in enumerate(op.inputs):
-            product = _product_behind(graph, t)
+            product = product_behind(graph, t)
             if product is not None:
                 reads.setdefault(product, []).append((op.id, i))
                 mine.add(product)
@@ -86,7 +86,7 @@ def _last_readers(graph: Graph) -> dict[int, int]:
     return found
 
 
-def _product_behind(graph: Graph, tensor: int) -> int | None:
+def product_behind(graph: Graph, tensor: int) -> int | None:
     """The product of the backward pass whose result a tensor is, cast or moved at most."""
     producer = graph.tensors[graph.behind(tensor, (*VIEWS, "convert_element_type"))].producer
     made = None if producer is None else graph.ops[producer]

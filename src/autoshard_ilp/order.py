@@ -39,6 +39,9 @@ product and the update that reads it: a look at the product would part them, and
 layers take 8 % more memory so). So would one at a product that is cast and held so (``added_up_wide``): it would be
 written twice."""
 
+SUMS_TOO = frozenset({"tpu"})
+"""Where the backward pass waits for the gradients of biases and scales."""
+
 METRICS_FIRST = frozenset({"tpu"})
 """Where the backward pass waits for metrics, and for sums over the gradient that it begins with."""
 
@@ -54,7 +57,7 @@ class Order:
         gradients: ids of the operations that something waits for, metrics included.
         waits: (op id, operand index) -> ids of the operations that are to be computed before that operand is read.
         early: op id -> ids of later operations, in order, that run before it.
-        sums: those of the operations waited for that are sums over the gradient with which the backward pass begins.
+        sums: those of the operations waited for that are sums over gradients: of biases and the like.
     """
 
     gradients: frozenset[int] = frozenset()
@@ -88,6 +91,8 @@ def order_of(graph: Graph, platform: str) -> Order:
     if platform not in PLATFORMS:
         return first
     only = only_updates_read(graph)
+    sums = _sums_first(graph, only) if platform in METRICS_FIRST else {}
+    all_sums = {s for before in sums.values() for s in before}
     cotangent = [False] * len(graph.tensors)
     behind = [0] * len(graph.tensors)  # bit i: depends on the i-th operation that something may wait for
     bits: dict[int, int] = {}
@@ -97,7 +102,10 @@ def order_of(graph: Graph, platform: str) -> Order:
         mine = 0
         for t in op.inputs:
             mine |= behind[t]
-        if _may_be_put_off(graph, op):
+        later_sum = platform in SUMS_TOO and op.id not in all_sums and _is_late_sum(graph, op, only)
+        if later_sum:
+            all_sums.add(op.id)
+        if later_sum or _may_be_put_off(graph, op):
             bits[op.id] = 1 << len(bits)
             mine |= bits[op.id]
             pending.append(op.id)
@@ -112,11 +120,10 @@ def order_of(graph: Graph, platform: str) -> Order:
                 pending = []
                 if left:
                     waits[op.id, at] = left
-    sums = _sums_first(graph, only) if platform in METRICS_FIRST else {}
     for place, before in (*sums.items(), *first.waits.items()):
         waits[place] = (*before, *waits.get(place, ()))
-    all_sums = frozenset(s for before in sums.values() for s in before)
-    return Order(frozenset(p for left in waits.values() for p in left), waits, first.early, all_sums)
+    awaited = frozenset(p for left in waits.values() for p in left)
+    return Order(awaited, waits, first.early, frozenset(all_sums) & awaited)
 
 
 def _may_be_put_off(graph: Graph, op: Op) -> bool:
@@ -172,14 +179,24 @@ def _sums_first(graph: Graph, only: list[bool]) -> dict[tuple[int, int], tuple[i
         made = None if producer is None else graph.ops[producer]
         if made is None or made.phase != "backward" or made.region or not fusible(made) or not may_anchor(graph, t):
             continue
-        sums = [op.id for op in graph.ops[made.id : product.id] if _sums_up(graph, op, source, only)]
+        sums = [
+            op.id
+            for op in graph.ops[made.id : product.id]
+            if _sums_up(graph, op, only) and graph.behind(op.inputs[0], SAME_VALUES) == source
+        ]
         return {(product.id, i): tuple(sums)} if sums else {}
     return {}
 
 
-def _sums_up(graph: Graph, op: Op, source: int, only: list[bool]) -> bool:
+def _is_late_sum(graph: Graph, op: Op, only: list[bool]) -> bool:
+    """Whether an operation of the backward pass itself is such a sum as a scheduler may put off."""
+    here = op.phase == "backward" and not op.region and not op.params.get("recomputed")
+    return here and _sums_up(graph, op, only)
+
+
+def _sums_up(graph: Graph, op: Op, only: list[bool]) -> bool:
     """Whether an operation sums a large array up, and nothing but updates reads the sum, maybe summed up further."""
-    if op.primitive != "reduce_sum" or op.region or graph.behind(op.inputs[0], SAME_VALUES) != source:
+    if op.primitive != "reduce_sum" or op.region:
         return False
     tensor = op.outputs[0]
     while not only[tensor]:

@@ -15,7 +15,6 @@ from autoshard_ilp import manual, rewrites, ties
 from autoshard_ilp.apply.planned import Planned
 from autoshard_ilp.apply.values import Frame, Values
 from autoshard_ilp.bounds import within_bounds
-from autoshard_ilp.costs.combining import THRESHOLD_BYTES
 from autoshard_ilp.costs.precision import added_up_wide
 from autoshard_ilp.graph import Op
 from autoshard_ilp.lookup import look_up
@@ -75,13 +74,15 @@ class Operations:
         if not (reads_last or op.id in self.plan.order.gradients) or op.id in frame.computed:
             return
         value, at = frame.get(op.outputs[0]), self.plan.sharding(op.outputs[0])
-        sums, alone = self.partial_sums(op)
+        sums, alone = self.plan.partial_sums(op)
         own = reads_last or op.phase == "update" or op.id in self.plan.order.sums
-        waited = sums or own or (self.reads_larger_copies(op) and not added_up_wide(self.graph, op))
+        wide = added_up_wide(self.graph, op)
+        waited = sums or own or wide or self.reads_larger_copies(op)
         if not waited and self.plan.platform in SCATTERED_ONLY:
             return
         if at is not None and (alone or not sums or own) and ties.is_even(at, value.shape):
-            frame.computed[op.id] = ties.never(value, at.spec, self.plan.mesh)
+            looked_at = value.astype(jnp.float32) if wide else value
+            frame.computed[op.id] = ties.never(looked_at, at.spec, self.plan.mesh)
 
     def reads_larger_copies(self, op: Op) -> bool:
         """Whether copies gathered for an operation take more memory than its result does. Whoever puts it off holds
@@ -100,28 +101,12 @@ class Operations:
             copies += read if read > held(source, plan.layout(source)) > 0 else 0
         return copies > held(op.outputs[0], plan.layout(op.outputs[0]))
 
-    def partial_sums(self, op: Op) -> tuple[bool, bool]:
-        """Whether devices hold partial sums of an operation's result, and whether these are scattered by a collective
-        of their own: too large to be combined with others, and to be held until it suits the scheduler; or to be taken
-        for such."""
-        plan, tensor = self.plan, self.graph.tensors[op.outputs[0]]
-        left = manual.unreduced(rule_for(replace(self.graph.view(op), params=op.eqn.params)), plan.operand_layouts(op))
-        result = plan.layout(op.outputs[0])
-        if left is None or result is None:
-            return True, False
-        sums, before = left
-        sizes = [plan.mesh.shape[name] for name in plan.axis_names]
-        held = local_bytes(tensor.shape, tensor.itemsize, before, sizes)
-        if plan.platform in SCATTERED_ONLY:
-            return bool(sums), bool(sums)
-        return bool(sums), any(result[axis] >= 0 for axis in sums) and held > THRESHOLD_BYTES
-
     def in_order(self, frame: Frame, op: Op, i: int, value: Any) -> Any:
         """Operand i of ``op``, not to be had before the weight gradients that come before it, or before a variable was
         read for the last time."""
         wait = self.plan.updates.get((op.id, i))
         known = None if wait is None else frame.computed.get(wait.reader)
-        if wait is not None and known is not None and not self.partial_sums(self.graph.ops[wait.product])[0]:
+        if wait is not None and known is not None and not self.plan.partial_sums(self.graph.ops[wait.product])[0]:
             value = ties.tied(value, known)
         for gradient in self.plan.order.waits.get((op.id, i), ()):
             known = frame.computed.get(gradient)
@@ -174,7 +159,7 @@ class Operations:
         if not manual.runs_partial(view):
             return None
         order = plan.order
-        waited_for = op.id in order.gradients and (op.id in order.sums or not self.partial_sums(op)[1])
+        waited_for = op.id in order.gradients and (op.id in order.sums or not self.plan.partial_sums(op)[1])
         with compat.like_equation(op.eqn, plan.stack(op)):
             out = manual.run(
                 op.eqn.primitive.bind,

@@ -11,15 +11,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp import manual, ties
 from autoshard_ilp.apply.decisions import Decisions, mark
-from autoshard_ilp.costs.combining import known_from_the_start
+from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.precision import cast_before_collectives, rounded_lookups
 from autoshard_ilp.cuts import computed_as_read
+from autoshard_ilp.finished import updates_waited_for
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.inplace import waiting_updates
-from autoshard_ilp.order import order_of
+from autoshard_ilp.order import SCATTERED_ONLY, order_of
 from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
-from autoshard_ilp.sharding import PARTIAL, Layout, divides, local_shape, to_partition_spec
+from autoshard_ilp.rules import rule_for
+from autoshard_ilp.sharding import PARTIAL, Layout, divides, local_bytes, local_shape, to_partition_spec
 
 
 class Planned:
@@ -39,8 +41,10 @@ class Planned:
         self.marked = marked
         self.platform = platform = compat.platform_of(mesh)
         self.gradients = _gradients(graph) if platform == "tpu" else frozenset()
-        self.order = order_of(graph, platform)
         self.updates = waiting_updates(graph, platform)
+        self.order = updates_waited_for(
+            graph, order_of(graph, platform), self.updates, platform, lambda op: not self.partial_sums(op)[0]
+        )
         self.readers = frozenset(wait.reader for wait in self.updates.values())
         self.casts = cast_before_collectives(graph) if platform == "gpu" else ("",) * len(graph.ops)
         self.rounded = rounded_lookups(graph) if platform == "tpu" else frozenset[int]()
@@ -96,7 +100,7 @@ class Planned:
             return value
         sizes = [self.mesh.shape[name] for name in self.axis_names]
         local = local_shape(shape, layout, sizes)
-        if local[-1] % 128 or local[-2] % 8 or not divides(shape, layout, sizes):
+        if local[-1] % 128 or (local[-2] % 8 and local[-2] not in (1, 2, 4)) or not divides(shape, layout, sizes):
             return value
         spec = to_partition_spec(layout, len(shape), self.axis_names)
         return jax.shard_map(compat.row_major, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(value)
@@ -119,6 +123,22 @@ class Planned:
             tpu = self.platform == "tpu"
             self._known = known_from_the_start(self.graph) if tpu else [False] * len(self.graph.tensors)
         return self._known
+
+    def partial_sums(self, op: Op) -> tuple[bool, bool]:
+        """Whether devices hold partial sums of an operation's result, and whether these are scattered by a collective
+        of their own: too large to be combined with others, and to be held until it suits the scheduler; or to be taken
+        for such."""
+        tensor = self.graph.tensors[op.outputs[0]]
+        left = manual.unreduced(rule_for(replace(self.graph.view(op), params=op.eqn.params)), self.operand_layouts(op))
+        result = self.layout(op.outputs[0])
+        if left is None or result is None:
+            return True, False
+        sums, before = left
+        sizes = [self.mesh.shape[name] for name in self.axis_names]
+        held = local_bytes(tensor.shape, tensor.itemsize, before, sizes)
+        if self.platform in SCATTERED_ONLY:
+            return bool(sums), bool(sums)
+        return bool(sums), any(result[axis] >= 0 for axis in sums) and held > THRESHOLD_BYTES
 
     def sharding(self, tensor: int) -> NamedSharding | None:
         """The decided layout of a tensor where it is produced (partial sums as :mod:`manual` holds them)."""
