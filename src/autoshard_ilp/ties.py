@@ -151,10 +151,14 @@ def never(gradient: Any, spec: PartitionSpec, mesh: Any) -> Any:
     """A boolean scalar that is always false but is known only once ``gradient`` is.
 
     Args:
-        gradient: a floating-point array of rank 1 or more, laid out as ``spec`` says, every dimension divisible.
+        gradient: a floating-point array of rank 1 or more, laid out as ``spec`` says. Dimensions that do not divide are
+            filled up to whole shards, as the partitioner holds them.
         spec: its layout.
         mesh: ``jax.sharding.Mesh`` or ``AbstractMesh``.
     """
+    edges = [(0, -n % parts, 0) for n, parts in zip(gradient.shape, _parts(spec, mesh, gradient.ndim), strict=True)]
+    if any(high for _, high, _ in edges):
+        gradient = jax.lax.pad(gradient, jnp.zeros((), gradient.dtype), edges)
     look = jax.shard_map(never_known_before, mesh=mesh, in_specs=(spec,), out_specs=PartitionSpec(), check_vma=False)
     return look(gradient)
 
@@ -171,9 +175,14 @@ def can_tie(op: Op, value: Any) -> bool:
 
 def is_even(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Whether every device holds an equal part."""
-    sizes = sharding.mesh.shape
-    for n, names in zip(shape, sharding.spec, strict=False):
-        parts = () if names is None else (names,) if isinstance(names, str) else names
-        if n % math.prod(sizes[name] for name in parts):
-            return False
-    return True
+    parts = _parts(sharding.spec, sharding.mesh, len(shape))
+    return all(n % k == 0 for n, k in zip(shape, parts, strict=True))
+
+
+def _parts(spec: PartitionSpec, mesh: Any, rank: int) -> list[int]:
+    """In how many shards a layout cuts each dimension."""
+    found = [1] * rank
+    for d, names in enumerate(spec):
+        axes = () if names is None else (names,) if isinstance(names, str) else names
+        found[d] = math.prod(mesh.shape[name] for name in axes)
+    return found

@@ -21,6 +21,7 @@ from autoshard_ilp.lookup import look_up
 from autoshard_ilp.order import SCATTERED_ONLY
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
 from autoshard_ilp.sharding import Layout, local_bytes, replicated
+from autoshard_ilp.taps import as_products
 
 
 class Operations:
@@ -80,7 +81,7 @@ class Operations:
         waited = sums or own or wide or self.reads_larger_copies(op)
         if not waited and self.plan.platform in SCATTERED_ONLY:
             return
-        if at is not None and (alone or not sums or own) and ties.is_even(at, value.shape):
+        if at is not None and (alone or not sums or own):
             looked_at = value.astype(jnp.float32) if wide else value
             frame.computed[op.id] = ties.never(looked_at, at.spec, self.plan.mesh)
 
@@ -132,11 +133,20 @@ class Operations:
             rule, axes_of = rule_for(view), self.axes_of(op, view)
             with compat.like_equation(op.eqn, self.plan.stack(op)):
                 if axes_of:
-                    return run_locally(compat.binder(op.eqn, self.plan.mesh), view, rule, args, self.plan.mesh, axes_of)
+                    return run_locally(self.binder(op), view, rule, args, self.plan.mesh, axes_of)
                 equal = self.without_batch_groups(op)
                 if equal is not None:
                     return [equal(*args)]
-        return compat.bind_equation(op.eqn, args, self.plan.stack(op), self.plan.mesh)
+        by_products = as_products(self.graph, op, self.plan.platform)
+        if by_products is None:
+            return compat.bind_equation(op.eqn, args, self.plan.stack(op), self.plan.mesh)
+        with compat.like_equation(op.eqn, self.plan.stack(op)):
+            return [by_products(*args, **op.eqn.params)]
+
+    def binder(self, op: Op) -> Callable[..., Any]:
+        """What computes an equation on the mesh's devices."""
+        by_products: Callable[..., Any] | None = as_products(self.graph, op, self.plan.platform)
+        return by_products or compat.binder(op.eqn, self.plan.mesh)
 
     def repeated(self, op: Op, args: list[Any]) -> list[Any]:
         """Operands of ``op``, those repeated device by device that XLA would repeat once for several layouts."""
@@ -162,7 +172,7 @@ class Operations:
         waited_for = op.id in order.gradients and (op.id in order.sums or not self.plan.partial_sums(op)[1])
         with compat.like_equation(op.eqn, plan.stack(op)):
             out = manual.run(
-                op.eqn.primitive.bind,
+                self.binder(op),
                 view,
                 rule_for(view),
                 args,

@@ -24,6 +24,11 @@ ALIGNMENT_BYTES = 16
 COUNTED = frozenset({"gpu", "cpu"})
 """Families of hardware on which this was measured."""
 
+MAX_POSITIONS = 64
+"""Elements of the largest kernel whose gradient is told from other convolutions (8 x 8)."""
+
+PER_POSITION, PER_TAP = "position", "tap"
+
 COPIED = 2
 """A copy reads and writes."""
 
@@ -43,22 +48,44 @@ def with_kernels(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffi
         words = sum(_words(graph.tensors[t].shape, graph.tensors[t].itemsize) for t in op.outputs)
         return replace(found, random_words=words)
     if op.primitive == "conv_general_dilated":
-        filled = filled_in_taps(graph, op) if profile.family == "gpu" else 1.0
-        return replace(found, share=profile.convolution_efficiency / filled)
+        return _convolution(found, graph, op, profile)
     if op.primitive == "dot_general":
         return _product(found, graph, op, profile)
     return found
 
 
+def _convolution(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffic:
+    found = replace(traffic, share=profile.convolution_efficiency)
+    if profile.family != "gpu":
+        return found
+    numbers, products = op.params["dimension_numbers"], products_instead(graph, op)
+    if products == PER_TAP:
+        taps = math.prod(graph.tensors[op.inputs[1]].shape[d] for d in numbers.rhs_spec[2:])
+        return replace(found, kernels=taps, reads=taps * found.reads, writes=(COPIED * taps - 1) * found.writes)
+    if products == PER_POSITION:
+        positions = math.prod(graph.tensors[op.outputs[0]].shape[d] for d in numbers.out_spec[2:])
+        return replace(found, kernels=positions, reads=(1 + COPIED) * positions * found.reads)
+    return replace(found, share=found.share / filled_in_taps(graph, op))
+
+
+def products_instead(graph: Graph, op: Op) -> str:
+    """Whether a convolution runs on GPUs as one product per element of its result or of its kernel
+    (:mod:`autoshard_ilp.taps`): :data:`PER_POSITION`, :data:`PER_TAP`, or "" where cuDNN computes it."""
+    if is_slow_kernel_gradient(graph, op):
+        return PER_POSITION
+    plain = op.params["feature_group_count"] == 1 and all(d == 1 for d in op.params["lhs_dilation"])
+    return PER_TAP if plain and filled_in_taps(graph, op) > 1 else ""
+
+
 def filled_in_taps(graph: Graph, op: Op) -> float:
-    """How many times the taps of its kernel a convolution computes on a GPU.
+    """How many times the taps of its kernel cuDNN would compute of a convolution.
 
     cuDNN pads both ends alike. Where a dilated convolution is padded at one end, as a causal one is, XLA:GPU pads its
     operand before, and its kernel with zeros between the taps: two taps of dilation 128 become 129 (a WaveNet compiled
     for H100: 3.8 times the FLOP of its step; ``xla/service/gpu/transforms/conv_padding_legalization``).
     """
     dilations = op.params["rhs_dilation"]
-    if all(d == 1 for d in dilations):
+    if all(d == 1 for d in dilations) or is_kernel_gradient(graph, op):
         return 1.0
     numbers = op.params["dimension_numbers"]
     before = graph.tensors[graph.behind(op.inputs[0], ("hub",))].producer
@@ -70,6 +97,24 @@ def filled_in_taps(graph: Graph, op: Op) -> float:
         taps = graph.tensors[op.inputs[1]].shape[numbers.rhs_spec[2 + n]]
         filled *= (dilations[n] * (taps - 1) + 1) / taps
     return 1.0 if even else filled
+
+
+def is_kernel_gradient(graph: Graph, op: Op) -> bool:
+    """Whether a convolution makes a kernel's gradient: its window is an image, its result a kernel."""
+    numbers = op.params["dimension_numbers"]
+    positions = math.prod(graph.tensors[op.outputs[0]].shape[d] for d in numbers.out_spec[2:])
+    taps = math.prod(graph.tensors[op.inputs[1]].shape[d] for d in numbers.rhs_spec[2:])
+    backward = op.phase == "backward" and not op.params.get("recomputed")
+    return backward and positions <= MAX_POSITIONS and taps > positions
+
+
+def is_slow_kernel_gradient(graph: Graph, op: Op) -> bool:
+    """Whether a convolution is a kernel's gradient that XLA:GPU does not recognise as such: of a dilated convolution
+    (it has a stride) or of a transposed one (its image is dilated)."""
+    grouped = op.params["feature_group_count"] * op.params["batch_group_count"] > 1
+    spaced = [s > 1 or d > 1 for s, d in zip(op.params["window_strides"], op.params["lhs_dilation"], strict=True)]
+    twice = any(a > 1 and b > 1 for a, b in zip(op.params["lhs_dilation"], op.params["rhs_dilation"], strict=True))
+    return any(spaced) and not twice and not grouped and is_kernel_gradient(graph, op)
 
 
 def _words(shape: Sequence[int], itemsize: float) -> float:

@@ -1,0 +1,142 @@
+"""Convolutions as products of matrices, where cuDNN would compute them badly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard_ilp import taps
+from autoshard_ilp.graph import Graph, Op, build_graph
+from autoshard_ilp.verify.flops import matmul_flops
+from autoshard_ilp.verify.hlo_text import parse_module
+from compiled import mesh_of, needs_cuda, sharding
+
+
+def causal(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    x = jnp.pad(x, ((0, 0), (8 * (kernel.shape[0] - 1), 0), (0, 0)))
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1,), "VALID", rhs_dilation=(8,), dimension_numbers=("NWC", "WIO", "NWC")
+    )
+
+
+def uneven(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Channels first, a stride, two dimensions, of which one is padded at one end."""
+    return jax.lax.conv_general_dilated(
+        x, kernel, (2, 1), [(4, 0), (1, 1)], rhs_dilation=(2, 1), dimension_numbers=("NCHW", "OIHW", "NCHW")
+    )
+
+
+def transposed(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_transpose(x, kernel, (2, 3), "SAME", transpose_kernel=True)
+
+
+def transposed_with_gaps(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """A window smaller than the stride: between its places the result is zero."""
+    return jax.lax.conv_transpose(x, kernel, (3, 3), "VALID")
+
+
+def plain(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def patches(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, kernel, (8, 8), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+CASES: dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], tuple[int, ...], int, int]] = {
+    # name: function, image, kernel, products per tap, products per position
+    "causal": (causal, (4, 64, 6), (3, 6, 5), 1, 1),
+    "uneven": (uneven, (3, 4, 20, 20), (5, 4, 3, 3), 1, 1),
+    "transposed": (transposed, (3, 8, 9, 4), (2, 2, 6, 4), 0, 1),
+    "transposed with gaps": (transposed_with_gaps, (3, 8, 9, 4), (2, 2, 4, 6), 0, 1),
+    "plain": (plain, (3, 16, 16, 4), (3, 3, 4, 6), 0, 0),
+    "patches": (patches, (3, 32, 32, 3), (8, 8, 3, 16), 0, 0),
+}
+
+
+def gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    def step(x: jax.Array, kernel: jax.Array) -> Any:
+        return jax.grad(lambda x, kernel: jnp.sum(jnp.sin(function(x, kernel))), (0, 1))(x, kernel)
+
+    return step
+
+
+def graph_of(function: Callable[..., Any], *shapes: Any) -> tuple[Graph, list[Op]]:
+    jaxpr = jax.make_jaxpr(function)(*shapes)
+    graph = build_graph(jaxpr, argument_paths=["x", "kernel"], result_paths=["dx", "dkernel"])
+    return graph, [op for op in graph.ops if op.primitive == "conv_general_dilated"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_which_convolutions_become_products(name: str) -> None:
+    function, image, kernel, per_tap, per_position = CASES[name]
+    shapes = (jax.ShapeDtypeStruct(image, "float32"), jax.ShapeDtypeStruct(kernel, "float32"))
+    graph, ops = graph_of(gradients(function), *shapes)
+    found = [taps.as_products(graph, op, "gpu") for op in ops]
+    assert found.count(taps.product_per_tap) == per_tap
+    assert found.count(taps.product_per_position) == per_position
+    assert not any(taps.as_products(graph, op, platform) for op in ops for platform in ("tpu", "cpu"))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("plain", "patches")])
+def test_products_are_the_convolution(name: str) -> None:
+    """Every convolution of a function and its gradients, on the operands that it has there."""
+    function, image, kernel, *_ = CASES[name]
+    rng = np.random.default_rng(0)
+    x, k = (jnp.asarray(rng.normal(size=shape), "float32") for shape in (image, kernel))
+    graph, ops = graph_of(gradients(function), x, k)
+    checked = 0
+    for op in ops:
+        by_products = taps.as_products(graph, op, "gpu")
+        if by_products is None:
+            continue
+        args = [jnp.asarray(rng.normal(size=graph.tensors[t].shape), "float32") for t in op.inputs]
+        expected = op.eqn.primitive.bind(*args, **op.eqn.params)
+        np.testing.assert_allclose(by_products(*args, **op.eqn.params), expected, rtol=1e-4, atol=1e-4)
+        checked += 1
+    assert checked
+
+
+def test_taps_of_16_bits_are_added_up_in_32() -> None:
+    shapes = jax.ShapeDtypeStruct((2, 64, 6), "bfloat16"), jax.ShapeDtypeStruct((3, 6, 5), "bfloat16")
+    graph, ops = graph_of(gradients(causal), *shapes)
+    op = next(op for op in ops if taps.as_products(graph, op, "gpu") is taps.product_per_tap)
+    args = [jax.ShapeDtypeStruct(graph.tensors[t].shape, "bfloat16") for t in op.inputs]
+    jaxpr = jax.make_jaxpr(lambda *args: taps.product_per_tap(*args, **op.eqn.params))(*args)
+    assert {str(e.outvars[0].aval.dtype) for e in jaxpr.eqns if e.primitive.name == "dot_general"} == {"float32"}
+    assert jaxpr.out_avals[0].dtype == "bfloat16"
+
+
+@needs_cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("products", [True, False])
+def test_the_gpu_compiler_then_computes_no_more_than_the_model(products: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A causal convolution and its gradients under a plan: without products, kernels are filled with zeros."""
+    from autoshard_ilp.apply import Decisions, planned_function
+
+    if not products:
+        monkeypatch.setattr(taps, "PLATFORMS", frozenset())
+    shapes = (jax.ShapeDtypeStruct((16, 512, 64), "float32"), jax.ShapeDtypeStruct((2, 64, 64), "float32"))
+
+    def step(x: jax.Array, kernel: jax.Array) -> Any:
+        x = jnp.tanh(x)
+        return jax.grad(lambda x, kernel: jnp.sum(jnp.sin(causal(x, kernel))), (0, 1))(x, kernel)
+
+    graph, _ = graph_of(step, *shapes)
+    layouts = {
+        (op.id, j): (0, -1) if graph.tensors[t].shape[:1] == (16,) else (-1, -1)
+        for op in graph.ops
+        for j, t in enumerate(op.outputs)
+    }
+    mesh = mesh_of("h100:8")
+    ins = (sharding(mesh, (0, -1), 3), sharding(mesh, (-1, -1), 3))
+    run = planned_function(graph, Decisions(results=layouts), mesh, ("data", "model"))
+    text = jax.jit(run, in_shardings=ins).lower(*shapes).compile().as_text()
+    model = 3 * 2 * 8 * 512 * 64 * 2 * 64  # each of the three convolutions, 8 examples per device
+    assert (matmul_flops(parse_module(text)) < 1.2 * model) == products
+    assert text.count("__cudnn$conv") == (1 if products else 3)  # the image's gradient is padded at both ends
