@@ -224,9 +224,9 @@ def _filled_up(
                 if any((before[a] == d) != (after[a] == d) for a in range(len(sizes))):
                     return None
                 whole[dim[0]] = -(-n // k) * k
-    for layout, dims, shape in zip(operands, rule.operands, op.in_shapes, strict=True):
-        assert layout is not None
-        for dim, n, k in zip(dims, shape, shards_of_dims(layout, len(shape), sizes), strict=True):
+    for read, dims, shape in zip(operands, rule.operands, op.in_shapes, strict=True):
+        assert read is not None
+        for dim, n, k in zip(dims, shape, shards_of_dims(read, len(shape), sizes), strict=True):
             if n % k and len(dim) == 1:
                 whole.setdefault(dim[0], -(-n // k) * k)  # summed over: zeros add nothing
     shapes = [
