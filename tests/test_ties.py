@@ -291,3 +291,14 @@ def test_waiting_with_pieces_changes_no_value(monkeypatch: pytest.MonkeyPatch) -
         found.append([np.asarray(v) for v in program(*map(jax.device_put, args, program.input_shardings[0]))])
     for got, wanted in zip(*found, strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+def test_what_divides_is_even_partial_sums_or_not() -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    for spec, shape, even in (
+        (PartitionSpec("data", "model"), (4, 8), True),
+        (PartitionSpec(None, "model"), (4, 9), False),
+        (PartitionSpec("data", None, "model"), (3, 8), True),  # partial sums over "data", in front
+        (PartitionSpec("data", None, "model"), (4, 9), False),
+    ):
+        assert ties.is_even(NamedSharding(mesh, spec), shape) == even

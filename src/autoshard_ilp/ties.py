@@ -180,9 +180,9 @@ def is_even(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
 
 
 def _parts(spec: PartitionSpec, mesh: Any, rank: int) -> list[int]:
-    """In how many shards a layout cuts each dimension."""
+    """In how many shards a layout cuts each dimension (partial sums have one more in front, which is left out)."""
     found = [1] * rank
-    for d, names in enumerate(spec):
+    for d, names in enumerate(tuple(spec)[max(0, len(spec) - rank) :]):
         axes = () if names is None else (names,) if isinstance(names, str) else names
         found[d] = math.prod(mesh.shape[name] for name in axes)
     return found
