@@ -267,29 +267,6 @@ def test_dimensions_beside_a_collective_are_filled_up(monkeypatch: pytest.Monkey
     assert (sent["reduce-scatter"], sent["all-gather"]) == (each, each + returned)
 
 
-def test_a_dimension_that_is_summed_over_is_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of 9 words, as of a vocabulary of 50257: what reaches the layer before the logits is scattered."""
-    monkeypatch.setattr(manual, "FILLED_UP", frozenset({"cpu"}))
-    mesh, shapes = mesh_of("cpu:8"), [(16, 9), (9, 24)]
-    eqn, view = equation(lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ()))), shapes)
-    layouts, result = ((0, 1), (WHOLE, 0)), (0, 1)
-
-    def scattered(a, b):
-        a, b = (
-            jax.lax.with_sharding_constraint(jnp.sin(x), sharding(mesh, layout, 2))
-            for x, layout in zip((a, b), layouts, strict=True)
-        )
-        out = manual.run(eqn.primitive.bind, view, rule_for(view), (a, b), (layouts, result), mesh, NAMES)
-        assert out is not None
-        return out
-
-    a, b = (np.random.default_rng(i).normal(size=s).astype("float32") for i, s in enumerate(shapes))
-    compiled = jax.jit(scattered).lower(a, b).compile()
-    np.testing.assert_allclose(compiled(a, b), np.sin(a) @ np.sin(b), rtol=1e-5, atol=1e-5)
-    each = 8 * 24 * 4 * 3 / 4  # eight rows of 24 columns, over four devices
-    assert {c.kind: c.total_bytes_per_device for c in parse_collectives(compiled.as_text())} == {"reduce-scatter": each}
-
-
 @pytest.mark.parametrize(
     ("rows", "layouts", "result"), [(9, ((WHOLE, 0), (1, 0)), (1, 0)), (18, ((0, 1), (0, 1)), (1, 1))]
 )

@@ -209,7 +209,7 @@ def _filled_up(
         sizes: of its axes.
 
     Returns:
-        None where a dimension that does not divide is scattered, or something else than one of a product.
+        None where a dimension that does not divide is reduced, scattered, or something else than one of a product.
     """
     before, after = results
     if platform_of(mesh) not in FILLED_UP or op.primitive != "dot_general":
@@ -224,11 +224,6 @@ def _filled_up(
                 if any((before[a] == d) != (after[a] == d) for a in range(len(sizes))):
                     return None
                 whole[dim[0]] = -(-n // k) * k
-    for read, dims, shape in zip(operands, rule.operands, op.in_shapes, strict=True):
-        assert read is not None
-        for dim, n, k in zip(dims, shape, shards_of_dims(read, len(shape), sizes), strict=True):
-            if n % k and len(dim) == 1:
-                whole.setdefault(dim[0], -(-n // k) * k)  # summed over: zeros add nothing
     shapes = [
         tuple(whole.get(dim[0], n) if len(dim) == 1 else n for dim, n in zip(dims, shape, strict=True))
         for dims, shape in zip((*rule.operands, *rule.results), (*op.in_shapes, *op.out_shapes), strict=True)
