@@ -110,6 +110,69 @@ def test_waiting_changes_no_value(monkeypatch: pytest.MonkeyPatch, classes: int)
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+def test_gradients_of_biases_are_waited_for_on_tpus() -> None:
+    """Of three layers, the last one's is known before the backward pass begins; the first one's is the last thing."""
+
+    def step(weights: Any, biases: Any, x: Any) -> Any:
+        def loss(weights: Any, biases: Any) -> Any:
+            y = x
+            for w, b in zip(weights, biases, strict=True):
+                y = jax.nn.relu(y @ w + b)
+            return jnp.sum(jnp.sin(y))
+
+        found = jax.grad(loss, (0, 1))(weights, biases)
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, (weights, biases), found)
+
+    weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")] * 3
+    biases = [jax.ShapeDtypeStruct((WIDTH,), "float32")] * 3
+    jaxpr = jax.make_jaxpr(step)(weights, biases, SHAPES[2])
+    paths = [f"p{i}" for i in range(6)]
+    graph = insert_hubs(build_graph(jaxpr, argument_paths=[*paths, "x"], result_paths=paths))
+    sums = {
+        platform: {op for op in order_of(graph, platform).gradients if graph.ops[op].primitive == "reduce_sum"}
+        for platform in ("tpu", "gpu")
+    }
+    assert (len(sums["tpu"]), len(sums["gpu"])) == (2, 0)
+    assert sums["tpu"] <= order_of(graph, "tpu").sums  # each device's own sum, before any reduction
+
+
+@needs_tpu
+@pytest.mark.tpu
+def test_gradients_of_tied_tables_are_looked_at_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits XLA:TPU would write them twice, for it holds them in 32."""
+    import keras
+    from keras_hub.layers import ReversibleEmbedding
+
+    from autoshard_ilp import ties
+    from autoshard_ilp.costs.precision import added_up_wide
+
+    def tied() -> Any:
+        table = ReversibleEmbedding(8192, 256, dtype="mixed_bfloat16")
+        inputs = keras.Input((128,), dtype="int32")
+        x = keras.layers.Dense(256, "relu", dtype="mixed_bfloat16")(table(inputs))
+        net = keras.Model(inputs, table(x, reverse=True))
+        net.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return net
+
+    plan = autoshard.optimize(tied, {"model": 4}, hardware="tpu-v5p", batch_size=16, progress=False)
+    graph = plan.trail.graph
+    (product,) = (op for op in graph.ops if op.eqn is not None and added_up_wide(graph, op))
+    looked_at = []
+    monkeypatch.setattr(ties, "never", recording(ties.never, looked_at))
+    mesh = plan_mesh("tpu-v5p:2x2x1")
+    plan.jit(mesh).lower(*plan.abstract_args(mesh))
+    shape = graph.tensors[product.outputs[0]].shape
+    assert {str(value.dtype) for value in looked_at if value.shape == shape} == {"float32"}
+
+
+def recording(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    def recorded(value: Any, *rest: Any) -> Any:
+        calls.append(value)
+        return function(value, *rest)
+
+    return recorded
+
+
 def language_model() -> Any:
     """Wide layers before the logits' weight, which the plan shards over its columns."""
     import keras
