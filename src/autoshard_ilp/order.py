@@ -9,10 +9,11 @@ over devices, so that no collective is waited for. But where unreduced gradients
 the shard that is waited for: else the scheduler would put off the reduce-scatter, and hold all that it is to add up.
 XLA:TPU puts them off as well (two OPT layers on v5e: 200 of 1130 MB of temporaries); there it is always the shard.
 
-Nor does anything wait for the bias gradient of the layer that makes the logits. It is a sum over the gradient of the
-logits, which is never written: each reader computes it from the logits. XLA:TPU computes this sum and the loss in one
-kernel, at the end of the step, and holds the logits until then (a language model of two layers: 67 of 224 MB of HBM at
-the peak). So the product that reads the gradient first waits for such sums, as each device has them.
+Nor does anything wait for the gradients of biases and scales, which are sums. XLA:TPU computes them at the end of the
+step, and holds what they sum up until then: cotangents, also gathered ones; for the layer that makes the logits these
+themselves, since their gradient is never written (a language model of two layers: 67 of 224 MB of HBM at the peak). So
+the backward pass waits for such sums, as each device has them; for those over the gradient of the logits its first
+product does.
 
 Nothing waits for a metric either. XLA:TPU computes the accuracy of a language model at the end of the step, and holds
 the logits and the masks of its ``argmax`` until then. So the backward pass waits for the metrics that reduce large
@@ -36,8 +37,8 @@ SCATTERED_ONLY = frozenset({"tpu"})
 """Where only gradients that are reduced over devices are waited for, and only after that, and those for which larger
 copies are gathered than they are themselves. XLA:TPU computes a product and its reduce-scatter in one kernel, and a
 product and the update that reads it: a look at the product would part them, and its result would be written (two Llama
-layers take 8 % more memory so). So would one at a product that is cast and held so (``added_up_wide``): it would be
-written twice."""
+layers take 8 % more memory so). There the update is waited for (:mod:`autoshard_ilp.finished`). A product that is cast
+and held so (``added_up_wide``) is looked at as it is held: else it would be written twice."""
 
 SUMS_TOO = frozenset({"tpu"})
 """Where the backward pass waits for the gradients of biases and scales."""
