@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from autoshard_ilp import apply
 from autoshard_ilp.apply import Decisions, planned_function
-from autoshard_ilp.graph import build_graph
+from autoshard_ilp.graph import build_graph, insert_hubs
 from autoshard_ilp.lookup import look_up
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.verify import parse_collectives
@@ -146,3 +146,32 @@ def test_a_table_whose_rows_are_rounded_is_sent_rounded(monkeypatch: pytest.Monk
     assert sent() == [("all-to-all", 2 * elements)]
     monkeypatch.setattr(apply.planned, "rounded_lookups", lambda graph: frozenset())
     assert sent() == [("all-to-all", 4 * elements)], "XLA:TPU rounds by itself now"
+
+
+@needs_tpu
+@pytest.mark.tpu
+def test_a_table_that_is_cut_for_its_rows_is_not_rounded() -> None:
+    """A tied table, whose cast the logits read as it is stored: XLA:TPU took the one for the other, and gathered it."""
+    table, tokens = jax.ShapeDtypeStruct((4096, 1024), "float32"), jax.ShapeDtypeStruct((64,), "int32")
+
+    def logits(t: Any, i: Any) -> Any:
+        return jnp.take(t, i, axis=0, mode="clip").astype("bfloat16") @ t.astype("bfloat16").T
+
+    jaxpr = jax.make_jaxpr(logits)(table, tokens)
+    graph = insert_hubs(build_graph(jaxpr, argument_paths=["t", "i"], result_paths=["y"]))
+    results = {}
+    for op in graph.ops:
+        for j, t in enumerate(op.outputs):
+            shape = graph.tensors[t].shape
+            layouts = {(4096, 1024): (-1, 0), (1024, 4096): (-1, 1), (64, 4096): (0, 1), (64, 1024): (0, -1)}
+            results[op.id, j] = layouts.get(shape, (-1,) * 2)
+    lookup = next(op for op in graph.ops if op.primitive == "gather")
+    results[lookup.id, 0] = (1, -1)
+    decisions = Decisions({(lookup.id, 0): (1, 0), (lookup.id, 1): (-1, -1)}, results)
+    target = mesh_of("tpu-v5p:2x2x2")
+    step = jax.jit(
+        planned_function(graph, decisions, target, target.axis_names),
+        in_shardings=(sharding(target, (-1, 0), 2), sharding(target, (-1, -1), 1)),
+    )
+    largest = max(c.total_bytes_per_device for c in parse_collectives(step.lower(table, tokens).compile().as_text()))
+    assert largest <= 64 * 1024 * 4  # rows that were looked up, and nothing of the table: a quarter has 2 MB

@@ -161,12 +161,16 @@ class Values:
         """``value`` on its way into operand i of ``op``, one decided layout after the other.
 
         What is cast to 16 bits when it arrives is cast before it leaves, as it was priced: XLA:GPU does so by itself
-        only where nothing lies between the collective and the cast, XLA:TPU not before an all-to-all.
+        only where nothing lies between the collective and the cast, XLA:TPU not before an all-to-all. Nothing is
+        rounded for a cut, which sends nothing: XLA would take it for the cast that another reader asks for, and gather
+        that one.
         """
         plan, tensor = self.plan, op.inputs[i]
         now = plan.layout(tensor)
         moves = layout is not None and now != layout
-        rounded = moves and i == 0 and op.id in plan.rounded
+        sizes, shape = [plan.mesh.shape[name] for name in plan.axis_names], self.graph.tensors[tensor].shape
+        sent = moves and not is_cut(now, layout, shape, sizes)
+        rounded = sent and i == 0 and op.id in plan.rounded
         if moves and plan.casts[op.id]:
             value = value.astype(plan.casts[op.id])
         elif rounded:
