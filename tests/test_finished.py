@@ -59,6 +59,14 @@ def test_an_update_takes_the_place_of_its_product() -> None:
     assert after.gradients == {update}
 
 
+def test_what_two_updates_need_runs_once() -> None:
+    """A learning rate that decays is computed before the first of them."""
+    order = Order(waits={}, early={3: (7, 8), 5: (7, 9)})
+    graph = graph_of()
+    found = [item.id for item in order.of(graph.ops[:10])]
+    assert found == [0, 1, 2, 7, 8, 3, 4, 9, 5, 6]
+
+
 def test_what_devices_share_is_waited_for_as_before() -> None:
     before, after = orders(graph_of(), lambda op: False)
     assert after == before

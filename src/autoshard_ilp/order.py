@@ -76,7 +76,7 @@ class Order:
             if isinstance(item, Op):
                 if item.id in moved:
                     continue
-                found += [by_id[i] for i in self.early.get(item.id, ()) if i in by_id]
+                found += [by_id.pop(i) for i in self.early.get(item.id, ()) if i in by_id]  # the first that needs it
             found.append(item)
         return found
 
