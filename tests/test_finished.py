@@ -20,26 +20,7 @@ from autoshard_ilp.graph import Graph, build_graph, insert_hubs
 from autoshard_ilp.inplace import waiting_updates
 from autoshard_ilp.order import Order, order_of
 from compiled import needs_tpu
-
-ROWS, WIDTH, CLASSES = 1024, 512, 2048
-SHAPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((WIDTH, WIDTH), (WIDTH, CLASSES), (ROWS, WIDTH))]
-
-
-def step(first: Any, last: Any, x: Any, *, clip: bool = False) -> Any:
-    """One step of SGD of two layers, of which the second may be sharded over its columns."""
-
-    def loss(first: Any, last: Any) -> Any:
-        return jnp.sum(jax.nn.logsumexp(jax.nn.relu(x @ first) @ last, axis=-1))
-
-    gradients = jax.grad(loss, (0, 1))(first, last)
-    rate = 1e-3 / jnp.sqrt(sum(jnp.sum(g**2) for g in gradients)) if clip else 1e-3
-    return first - rate * gradients[0], last - rate * gradients[1]
-
-
-def graph_of(**options: Any) -> Graph:
-    jaxpr = jax.make_jaxpr(lambda *args: step(*args, **options))(*SHAPES)
-    graph = build_graph(jaxpr, argument_paths=["first", "last", "x"], result_paths=["r0", "r1"], aliases={0: 0, 1: 1})
-    return insert_hubs(graph)
+from two_layers import CLASSES, WIDTH, graph_of, shapes, without_and_with
 
 
 def orders(graph: Graph, unshared: Callable[..., bool] = lambda op: True) -> tuple[Order, Order]:
@@ -88,34 +69,19 @@ def test_only_tpus_wait_for_updates() -> None:
 @pytest.mark.parametrize("classes", [CLASSES, CLASSES - 3])
 def test_waiting_changes_no_value(monkeypatch: pytest.MonkeyPatch, classes: int) -> None:
     """Also where the columns do not divide: their shards are filled up to be looked at."""
-    monkeypatch.setitem(
-        globals(), "SHAPES", [*SHAPES[:1], jax.ShapeDtypeStruct((WIDTH, classes), "float32"), SHAPES[2]]
-    )
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
-    graph = graph_of()
+    graph = graph_of(classes)
     layouts = {}
     for op in graph.ops:
         for j, t in enumerate(op.outputs):
             shape = graph.tensors[t].shape
             held = shape.index(classes) if classes in shape and op.primitive not in ("argument", "result") else -1
             layouts[op.id, j] = (held,)
-    rng = np.random.default_rng(0)
-    args = [jnp.asarray(rng.normal(size=s.shape, scale=0.06), s.dtype) for s in SHAPES]
-    found = []
-    for platforms in (frozenset(), frozenset({"cpu"})):
-        for module, name in (
-            (order, "PLATFORMS"),
-            (order, "SCATTERED_ONLY"),
-            (inplace, "PLATFORMS"),
-            (finished, "PLATFORMS"),
-        ):
-            monkeypatch.setattr(module, name, platforms)
-        jitted = jax.jit(planned_function(graph, Decisions(results=layouts), mesh, ("data",)))
-        found.append((jitted(*args), jitted.lower(*args).as_text().count("stablehlo.select")))
-    (plain, selects), (waiting, more) = found
-    assert more > selects
-    for a, b in zip(plain, waiting, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    run = lambda: jax.jit(planned_function(graph, Decisions(results=layouts), mesh, ("data",)))  # noqa: E731
+    sets = [(order, "PLATFORMS"), (order, "SCATTERED_ONLY"), (inplace, "PLATFORMS"), (finished, "PLATFORMS")]
+    plain, waiting = without_and_with(monkeypatch, sets, run, classes)
+    assert waiting.count("stablehlo.select") > plain.count("stablehlo.select")
+    assert (waiting.count("stablehlo.pad") > plain.count("stablehlo.pad")) == (classes != CLASSES)
 
 
 def test_gradients_of_biases_are_waited_for_on_tpus() -> None:
@@ -133,7 +99,7 @@ def test_gradients_of_biases_are_waited_for_on_tpus() -> None:
 
     weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")] * 3
     biases = [jax.ShapeDtypeStruct((WIDTH,), "float32")] * 3
-    jaxpr = jax.make_jaxpr(step)(weights, biases, SHAPES[2])
+    jaxpr = jax.make_jaxpr(step)(weights, biases, shapes()[2])
     paths = [f"p{i}" for i in range(6)]
     graph = insert_hubs(build_graph(jaxpr, argument_paths=[*paths, "x"], result_paths=paths))
     sums = {
@@ -225,7 +191,7 @@ def test_variables_of_few_heads_are_not_copied(kept: bool, monkeypatch: pytest.M
         return net
 
     if not kept:
-        monkeypatch.setattr(planned, "WHOLE_ROWS", (8,))
+        monkeypatch.setattr(planned, "whole_rows", lambda rows: -(-rows // 8) * 8)
     target = "tpu-v5p:2x2x1"
     pins = {".*(query|key|value)/kernel": PartitionSpec(None, "model", None)}
     plan = autoshard.optimize(attention, {"model": 4}, hardware=target, batch_size=32, pins=pins, progress=False)

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard_ilp import inplace
 from autoshard_ilp.apply import Decisions, planned_function
-from autoshard_ilp.graph import Graph, build_graph, insert_hubs
 from autoshard_ilp.inplace import Wait, waiting_updates
-
-ROWS, WIDTH, CLASSES = 1024, 512, 2048
-
-
-def step(first: Any, last: Any, x: Any) -> Any:
-    """One step of SGD of two layers, the second sharded over its columns."""
-
-    def loss(first: Any, last: Any) -> Any:
-        return jnp.sum(jax.nn.logsumexp(jax.nn.relu(x @ first) @ last, axis=-1))
-
-    gradients = jax.grad(loss, (0, 1))(first, last)
-    return first - 1e-3 * gradients[0], last - 1e-3 * gradients[1]
-
-
-SHAPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((WIDTH, WIDTH), (WIDTH, CLASSES), (ROWS, WIDTH))]
-
-
-def graph_of() -> Graph:
-    jaxpr = jax.make_jaxpr(step)(*SHAPES)
-    graph = build_graph(jaxpr, argument_paths=["first", "last", "x"], result_paths=["r0", "r1"], aliases={0: 0, 1: 1})
-    return insert_hubs(graph)
+from two_layers import CLASSES, ROWS, WIDTH, graph_of, without_and_with
 
 
 def test_only_a_weight_that_a_cotangent_needs_is_waited_for() -> None:
@@ -63,14 +39,6 @@ def test_waiting_changes_no_value(monkeypatch: pytest.MonkeyPatch, by_rows: bool
     decisions = Decisions(results=layouts)
     specs = [layouts[a, 0][0] for a in graph.arguments]
     shardings = [NamedSharding(mesh, PartitionSpec(*(["data" if d == at else None for d in range(2)]))) for at in specs]
-    rng = np.random.default_rng(0)
-    args = [jnp.asarray(rng.normal(size=s.shape, scale=0.06), s.dtype) for s in SHAPES]
-    found = []
-    for platforms in (frozenset(), frozenset({"cpu"})):
-        monkeypatch.setattr(inplace, "PLATFORMS", platforms)
-        jitted = jax.jit(planned_function(graph, decisions, mesh, ("data",)), in_shardings=tuple(shardings))
-        found.append((jitted(*args), jitted.lower(*args).as_text().count("stablehlo.select")))
-    (plain, selects), (waiting, more) = found
-    assert (more > selects) == waits
-    for a, b in zip(plain, waiting, strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    run = lambda: jax.jit(planned_function(graph, decisions, mesh, ("data",)), in_shardings=tuple(shardings))  # noqa: E731
+    plain, waiting = without_and_with(monkeypatch, [(inplace, "PLATFORMS")], run)
+    assert (waiting.count("stablehlo.select") > plain.count("stablehlo.select")) == waits

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -152,21 +152,21 @@ def decides_by_element(eqn: Any) -> bool:
     return bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
 
-def bind_equation(eqn: Any, args: Sequence[Any], name_stack: Any, mesh: Any = None) -> list[Any]:
+def bind_equation(eqn: Any, args: Sequence[Any], name_stack: Any, bind: Callable[..., Any]) -> list[Any]:
     """Runs one equation on ``args`` under its own source line, name stack and context.
 
     Args:
         eqn: a jaxpr equation.
         args: values of its operands.
         name_stack: name stack relative to the function being traced now.
-        mesh: of the devices that will run it, see :func:`binder`.
+        bind: what computes it, such as :func:`binder` has.
 
     Returns:
         its results, always as a list.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     with like_equation(eqn, name_stack):
-        out = binder(eqn, mesh)(*args, **params)
+        out = bind(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

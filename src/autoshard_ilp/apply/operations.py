@@ -137,11 +137,7 @@ class Operations:
                 equal = self.without_batch_groups(op)
                 if equal is not None:
                     return [equal(*args)]
-        by_products = as_products(self.graph, op, self.plan.platform)
-        if by_products is None:
-            return compat.bind_equation(op.eqn, args, self.plan.stack(op), self.plan.mesh)
-        with compat.like_equation(op.eqn, self.plan.stack(op)):
-            return [by_products(*args, **op.eqn.params)]
+        return compat.bind_equation(op.eqn, args, self.plan.stack(op), self.binder(op))
 
     def binder(self, op: Op) -> Callable[..., Any]:
         """What computes an equation on the mesh's devices."""

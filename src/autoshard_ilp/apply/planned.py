@@ -14,7 +14,7 @@ from autoshard_ilp.apply.decisions import Decisions, mark
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.precision import cast_before_collectives, rounded_lookups
-from autoshard_ilp.costs.tiles import LANES
+from autoshard_ilp.costs.tiles import LANES, whole_rows
 from autoshard_ilp.cuts import computed_as_read
 from autoshard_ilp.finished import updates_waited_for
 from autoshard_ilp.graph import Graph, Op
@@ -23,9 +23,6 @@ from autoshard_ilp.order import SCATTERED_ONLY, order_of
 from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.sharding import PARTIAL, Layout, divides, local_bytes, local_shape, to_partition_spec
-
-WHOLE_ROWS = (8, 4, 2, 1)
-"""Rows of a tile of XLA:TPU's memory: as many as there are, where there are fewer than eight."""
 
 
 class Planned:
@@ -104,10 +101,7 @@ class Planned:
             return value
         sizes = [self.mesh.shape[name] for name in self.axis_names]
         local = local_shape(shape, layout, sizes)
-        whole = local[-1] % LANES == 0 and any(
-            local[-2] % 8 == 0 if rows == 8 else local[-2] == rows for rows in WHOLE_ROWS
-        )
-        if not whole or not divides(shape, layout, sizes):
+        if local[-1] % LANES or local[-2] != whole_rows(local[-2]) or not divides(shape, layout, sizes):
             return value
         spec = to_partition_spec(layout, len(shape), self.axis_names)
         return jax.shard_map(compat.row_major, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(value)

@@ -91,7 +91,9 @@ class Values:
         specs = [to_partition_spec(cut_for(layout, a.shape), a.ndim, plan.axis_names) for a in args]
         with compat.like_equation(made.eqn, plan.stack(made)):
             return jax.shard_map(
-                lambda *parts: compat.bind_equation(made.eqn, parts, plan.stack(made), plan.mesh)[0],
+                lambda *parts: compat.bind_equation(
+                    made.eqn, parts, plan.stack(made), compat.binder(made.eqn, plan.mesh)
+                )[0],
                 mesh=plan.mesh,
                 in_specs=tuple(specs),
                 out_specs=to_partition_spec(layout, len(t.shape), plan.axis_names),
@@ -168,9 +170,10 @@ class Values:
         plan, tensor = self.plan, op.inputs[i]
         now = plan.layout(tensor)
         moves = layout is not None and now != layout
-        sizes, shape = [plan.mesh.shape[name] for name in plan.axis_names], self.graph.tensors[tensor].shape
-        sent = moves and not is_cut(now, layout, shape, sizes)
-        rounded = sent and i == 0 and op.id in plan.rounded
+        rounded = moves and i == 0 and op.id in plan.rounded
+        if rounded:
+            sizes = [plan.mesh.shape[name] for name in plan.axis_names]
+            rounded = not is_cut(now, layout, self.graph.tensors[tensor].shape, sizes)
         if moves and plan.casts[op.id]:
             value = value.astype(plan.casts[op.id])
         elif rounded:

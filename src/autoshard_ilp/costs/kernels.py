@@ -67,12 +67,10 @@ def _convolution(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffi
     found = replace(traffic, share=profile.convolution_efficiency)
     if profile.family != "gpu":
         return found
-    numbers, products = op.params["dimension_numbers"], products_instead(graph, op)
+    products, (positions, taps) = products_instead(graph, op), _places(graph, op)
     if products == PER_TAP:
-        taps = math.prod(graph.tensors[op.inputs[1]].shape[d] for d in numbers.rhs_spec[2:])
         return replace(found, kernels=taps, reads=taps * found.reads, writes=(COPIED * taps - 1) * found.writes)
     if products == PER_POSITION:
-        positions = math.prod(graph.tensors[op.outputs[0]].shape[d] for d in numbers.out_spec[2:])
         return replace(found, kernels=positions, reads=(1 + COPIED) * positions * found.reads)
     return replace(found, share=found.share / filled_in_taps(graph, op))
 
@@ -110,11 +108,16 @@ def filled_in_taps(graph: Graph, op: Op) -> float:
 
 def is_kernel_gradient(graph: Graph, op: Op) -> bool:
     """Whether a convolution makes a kernel's gradient: its window is an image, its result a kernel."""
-    numbers = op.params["dimension_numbers"]
-    positions = math.prod(graph.tensors[op.outputs[0]].shape[d] for d in numbers.out_spec[2:])
-    taps = math.prod(graph.tensors[op.inputs[1]].shape[d] for d in numbers.rhs_spec[2:])
+    positions, taps = _places(graph, op)
     backward = op.phase == "backward" and not op.params.get("recomputed")
     return backward and positions <= MAX_POSITIONS and taps > positions
+
+
+def _places(graph: Graph, op: Op) -> tuple[int, int]:
+    """Positions of a convolution's result, and of its window."""
+    numbers = op.params["dimension_numbers"]
+    out, window = graph.tensors[op.outputs[0]].shape, graph.tensors[op.inputs[1]].shape
+    return math.prod(out[d] for d in numbers.out_spec[2:]), math.prod(window[d] for d in numbers.rhs_spec[2:])
 
 
 def is_slow_kernel_gradient(graph: Graph, op: Op) -> bool:

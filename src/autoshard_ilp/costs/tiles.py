@@ -53,11 +53,11 @@ def padding(local: tuple[int, ...], fastest: tuple[int, ...] = ()) -> float:
     if len(local) < 2 or 0 in local:
         return 1.0
     pairs = itertools.permutations(fastest if len(fastest) > 1 else range(len(local)), 2)
-    return min(_rows(local[i]) / local[i] * (-(-local[j] // LANES) * LANES) / local[j] for i, j in pairs)
+    return min(whole_rows(local[i]) / local[i] * (-(-local[j] // LANES) * LANES) / local[j] for i, j in pairs)
 
 
-def _rows(size: int) -> int:
-    """Rows of whole tiles."""
+def whole_rows(size: int) -> int:
+    """Rows of whole tiles, which have as many as there are where there are fewer than eight: 1, 2 or 4."""
     return next((small for small in (1, 2, 4) if size <= small), -(-size // ROWS) * ROWS)
 
 
