@@ -183,8 +183,11 @@ def with_whole_tensors(problem: Priced, solution: Any) -> Any:
 
 
 @collector_paused()
-def read(graph: Any, request: Request) -> tuple[Any, Pinned]:
-    """The facts of a graph that its prices depend on, and the pins that it honours."""
+def read(graph: Any, request: Request, known: Any = None) -> tuple[Any, Pinned]:
+    """The facts of a graph that its prices depend on, and the pins that it honours.
+
+    ``known`` are facts of this graph, under other options as it may be.
+    """
     from autoshard_ilp.costs.facts import Facts
     from autoshard_ilp.rules import rule_for
 
@@ -194,7 +197,10 @@ def read(graph: Any, request: Request) -> tuple[Any, Pinned]:
     if request.restriction is not None:
         pinned = Pinned({**request.restriction(shapes), **pinned.allowed}, pinned.sources)
     pinned = Pinned({**whole_seeds(graph, len(mesh.axis_names)), **pinned.allowed}, pinned.sources)
-    facts = Facts.of(graph, rule_for, request.profile, pinned.key, request.solver.fold_layers)
+    if known is not None and known.graph is graph and known.profile == request.profile:
+        facts = known.told_apart(pinned.key, request.solver.fold_layers)
+    else:
+        facts = Facts.of(graph, rule_for, request.profile, pinned.key, request.solver.fold_layers)
     if facts.unknown and request.solver.strict:
         raise UnsupportedModelError(
             "Under strict=True every primitive needs a sharding rule. Received: "

@@ -35,7 +35,7 @@ Tried = Callable[[str, float, float, float], Any]
 LEAST_SHARE = 0.005
 """Recomputation that takes less of the step than this is not worth a long search for fewer blocks."""
 
-QUICK_SECONDS = 10.0
+QUICK_SECONDS = 4.0
 """A search is long when one plan takes more than this."""
 
 LONG_GAIN = 0.01

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from autoshard_ilp.between import best_between
 from autoshard_ilp.costs.fold import LEAST_SPLIT
 from autoshard_ilp.division import HALF, division_of
 from autoshard_ilp.kinds import Kept, better_of_its_kind, starts_of_kinds
@@ -47,6 +48,12 @@ KINDS_SHARE = 0.5
 
 KINDS_ALONE = 0.9
 """... and where one step of many is looked at: the best is taken up again."""
+
+FEW_PLANS = 6
+"""Met with prices, of which a first plan is put together."""
+
+BETWEEN_SHARE = 0.2
+"""Of the time left: what putting a plan together from those of a mixture may take."""
 
 KIND_AGAIN = 0.5
 """Of the time left where that is taken up again: what its kind may take before all plans do."""
@@ -118,6 +125,23 @@ class Left:
         return Left(first_share, solution.choices, relaxed, _bound(solution), *known, *more)
 
 
+@dataclass(frozen=True, eq=False)
+class Tied:
+    """A program with one decision for all repeated layers, and what it has shown that holds under other budgets.
+
+    Attributes:
+        problem: as ``make`` makes it.
+        relaxed, without_memory, free_seconds: as in :class:`Left`.
+        mixed: ``report["mixed"]`` of :func:`autoshard_ilp.program.solve`, if there was a look at prices.
+    """
+
+    problem: Any
+    relaxed: np.ndarray
+    without_memory: float
+    free_seconds: float
+    mixed: Any
+
+
 def _bound(solution: Any) -> float:
     """Seconds: what a solution proves, rounding aside."""
     return float(solution.lower_bound - solution.report.get("rounding_error_seconds", 0.0))
@@ -146,6 +170,7 @@ def solve_divided(
     divided_part: float = 1.0,
     left_before: Left | None = None,
     by_kind: bool = False,
+    tied: Tied | None = None,
 ) -> tuple[P, Any, tuple[str, ...]]:
     """Solves a program and, where memory binds, the one with two decisions per repeated layer instead.
 
@@ -163,6 +188,7 @@ def solve_divided(
         left_before: where an earlier call for the same step ended; it goes on from there.
         by_kind: of a similar step it is known that prices find no good start, and plans of known kinds do; the report
             says so (``by_kind``).
+        tied: what ``make(0.0)`` has shown under another budget; ``report["tied"]`` of an earlier answer.
 
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
@@ -206,6 +232,8 @@ def solve_divided(
     parts: dict[str, float] = {}
     if surely:
         known = Left(0.0, None, cheapest(one.program), -math.inf, -math.inf, 0.0)
+    elif tied is not None and one.program.peak(tied.relaxed) > one.program.capacity:
+        known = Left(0.0, None, tied.relaxed, -math.inf, tied.without_memory, tied.free_seconds)
     else:
         first = solve(one, None, free_part * left(), rows=False)
         relaxed = first.report.pop("relaxed", None)
@@ -215,22 +243,23 @@ def solve_divided(
         if not short(first):
             parts["plan_seconds"] = PLAN_SHARE * min(parts.values())
     ends = clock() + parts.pop("seconds", left())
-    division, prices, stopped = None, None, False
+    division, prices, stopped, mixture, mixed = None, None, False, None, None
     plans: list[np.ndarray | None] = [known.choices]
     best = poor = math.inf
     if not wide(one.program) and not by_kind:
-        shown = solve(one, None, MIXING_SHARE * (ends - clock()), mixing=True, relaxed=known.relaxed)
+        before = True if tied is None or tied.mixed is None else tied.mixed
+        shown = solve(one, None, MIXING_SHARE * (ends - clock()), mixing=before, relaxed=known.relaxed)
         if shown.report.get("interrupted"):
             return one, shown, ()
-        mixture, prices = shown.report.get("mixture", ()), shown.report.get("prices")
+        mixture, prices, mixed = (shown.report.get(what) for what in ("mixture", "prices", "mixed"))
         far = (1 - FAR) * shown.lower_bound >= known.without_memory > 0
         if far and bound_part < 1 and shown.choices is not None:
             return one, _told(shown, known), ()
         near = shown.choices is not None and shown.objective - shown.lower_bound <= FREE * abs(shown.objective)
         if near and not any((prices or {}).values()):
             return one, solve(one, shown.choices, max(0.0, ends - clock())), ()  # it does not bind after all
-        seconds = sum(weight * cost for weight, cost, _ in mixture)
-        if seconds - shown.lower_bound <= MIXED * abs(seconds):
+        seconds = sum(weight * cost for weight, cost, _ in mixture or ())
+        if mixture and seconds - shown.lower_bound <= MIXED * abs(seconds):
             division = division_of(one.table, mixture)
         plans.append(shown.choices)
         best, poor = math.inf if shown.choices is None else float(shown.objective), (1 + POOR) * shown.lower_bound
@@ -244,10 +273,17 @@ def solve_divided(
     fine = make((0.0 if by_kind else HALF) if division is None else division.first_share)
     starts = [start_of(one.table, fine.table, plan) for plan in plans if plan is not None]
     starts += [] if division is None else [division.start(one.table, fine.table)]
-    of_fine = replace(known, first_share=fine.table.first_share, choices=best_of(fine.program, starts))
-    of_fine = replace(of_fine, relaxed=start_of(one.table, fine.table, known.relaxed), prices=prices)
+    relaxed, best_start = start_of(one.table, fine.table, known.relaxed), best_of(fine.program, starts)
+    if mixed is not None and not stopped:
+        met = [start_of(one.table, fine.table, plan) for plan in mixed.nearest(FEW_PLANS)]
+        few, part_of_it = [*met, *starts, relaxed], BETWEEN_SHARE * (ends - clock())
+        best_start, stopped = best_between(fine.program, few, solve, best_start, part_of_it, relaxed, prices)
+        ends = clock() if stopped else ends
+    of_fine = replace(known, first_share=fine.table.first_share, choices=best_start, relaxed=relaxed, prices=prices)
     second = _with_memory(fine, solve, of_fine, max(0.0, ends - clock()), **parts)
     second.report["by_kind"] = by_kind
+    if mixed is not None:
+        second.report["tied"] = Tied(one, known.relaxed, known.without_memory, known.free_seconds, mixed)
     if stopped:
         second.report["interrupted"] = True
     if second.choices is None and not surely and not over(second):
@@ -329,5 +365,5 @@ def start_of(tied: Any, fine: Any, choices: np.ndarray) -> np.ndarray:
 
 
 def within(options: Any, seconds: float) -> Any:
-    """Solver options with less time."""
-    return replace(options, time_limit=min(options.time_limit, seconds))
+    """Solver options with less time; what a stage overran leaves none."""
+    return replace(options, time_limit=max(0.0, min(options.time_limit, seconds)))

@@ -82,12 +82,12 @@ def better_of_its_kind(
         if all(mask[s] for mask, s in zip(kept, choices, strict=True)):
             start = np.array([int(mask[:s].sum()) for mask, s in zip(kept, choices, strict=True)])
             found = solve(Kind(restricted(program, kept)), start, seconds, relative_gap=GAP)
-            better = choices if found.choices is None else _whole(kept, found.choices)
+            better = choices if found.choices is None else whole_choices(kept, found.choices)
             return better, bool(found.report.get("interrupted"))
     return choices, False
 
 
-def _whole(kept: Kept, choices: np.ndarray) -> np.ndarray:
+def whole_choices(kept: Kept, choices: np.ndarray) -> np.ndarray:
     """Choices among the strategies that are left, as ones among all."""
     return np.array([np.flatnonzero(k)[s] for k, s in zip(kept, choices, strict=True)])
 
@@ -120,7 +120,7 @@ def starts_of_kinds(
         found = solve(Kind(restricted(program, kept)), None, part, cutoff=cutoff, relative_gap=GAP)
         if found.choices is not None and found.objective < cutoff:
             cutoff = float(found.objective)
-            plans.append(_whole(kept, found.choices))
+            plans.append(whole_choices(kept, found.choices))
         if found.report.get("interrupted"):
             return plans, True
         if one and plans:

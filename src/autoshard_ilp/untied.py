@@ -7,7 +7,8 @@ itself is another matter. It is proved here, or such a plan is found; else the b
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,29 @@ PART = 0.5
 
 SAME = 1e-9
 """Relative: a plan that is faster by less is as fast."""
+
+OF_TIES = ("tied", "priced_bound")
+"""What is reported of a program whose layers share decisions, and does not hold for another."""
+
+
+@dataclass(frozen=True)
+class PricedBound:
+    """What prices prove of all plans of a step, tied or not.
+
+    Attributes:
+        prices: time -> seconds per byte in use then.
+        seconds: lower bound under ``capacity``.
+        capacity: bytes.
+    """
+
+    prices: Mapping[int, float]
+    seconds: float
+    capacity: int
+
+    def under(self, capacity: int) -> PricedBound:
+        """The same under another capacity: each byte is worth its price (Lagrangian relaxation)."""
+        more = capacity - self.capacity
+        return PricedBound(self.prices, self.seconds - more * sum(self.prices.values()), capacity)
 
 
 def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
@@ -78,6 +102,9 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
         if found.report.get("interrupted") or not {"chain", "descent"} & set(found.report):
             return plan  # nothing is known but what was known before
         bound = min(found.lower_bound + step.offset, plan.lower_bound)
+        if binds and trail.request.capacity is not None:
+            prices = dict(solution.report.get("prices") or {})
+            solution.report["priced_bound"] = PricedBound(prices, bound, trail.request.capacity)
         open_gap = solution.objective - bound > CLOSE * solution.objective
         if binds and open_gap and len(step.op_ids) <= NODES:
             left = PART * (seconds - (time.monotonic() - began))
@@ -133,7 +160,8 @@ def _faster(plan: Plan, table: Any, choices: Any, found: Any, progress: Progress
     if request.capacity is not None and peak > request.capacity:
         return None
     bound = min(found.lower_bound, objective)
-    solution = Solution(found.status, choices, objective, bound, peak, found.seconds, dict(trail.solution.report))
+    report = {k: v for k, v in trail.solution.report.items() if k not in OF_TIES}
+    solution = Solution(found.status, choices, objective, bound, peak, found.seconds, report)
     what = (table, built, solution, plan.mode, plan.batch_size, dict(plan.origin))
     made = assemble(plan.executable, trail.infos, request, progress, *what)
     gained = 1.0 - objective / trail.solution.objective

@@ -6,7 +6,7 @@ Operations that look alike (of one *kind*: primitive, types, parameters) share w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -65,6 +65,10 @@ class Facts:
             restriction_key,
             fold_layers,
         )
+
+    def told_apart(self, restriction_key: Callable[[Op], Any], fold_layers: bool) -> Facts:
+        """The same facts where pins treat ops differently."""
+        return replace(self, restriction_key=restriction_key, fold_layers=fold_layers)
 
     @cached_property
     def unknown(self) -> tuple[str, ...]:

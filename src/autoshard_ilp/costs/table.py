@@ -106,6 +106,7 @@ class CostTable:
     alike: np.ndarray  # op id -> class if all repeated layers shared one decision
     unknown: tuple[str, ...] = field(default=())
     first_share: float = 0.0  # of the repeated layers, those that decide apart from the others; 0: all share decisions
+    facts: Facts | None = field(default=None, repr=False)  # for another table of the same graph
 
     @property
     def tied(self) -> bool:
@@ -163,6 +164,7 @@ def build_table(
         alike,
         facts.unknown,
         first_share,
+        facts,
     )
 
 

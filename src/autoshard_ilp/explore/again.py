@@ -82,12 +82,12 @@ def narrower(a: Allowed, b: Allowed) -> bool:
     return all(path in a and a[path] <= layouts for path, layouts in b.items())
 
 
-def reprice(step: Any, infos: Any, request: Any, progress: Any, first_share: float = 0.0) -> Problem:
-    """Prices a step from scratch (rules and trace are kept)."""
+def reprice(step: Any, infos: Any, request: Any, progress: Any, first_share: float = 0.0, facts: Any = None) -> Problem:
+    """Prices a step from scratch; trace, rules and the ``facts`` of another table of this step are kept."""
     from autoshard_ilp.attempt import build, price, read
 
     with progress.stage("strategies"):
-        table = price(*read(step.graph, request), request, first_share)
+        table = price(*read(step.graph, request, facts), request, first_share)
     with progress.stage("costs"):
         built = build(step, infos, table, request)
     return Problem(step, infos, table, built, request, request, built.program)
@@ -96,18 +96,23 @@ def reprice(step: Any, infos: Any, request: Any, progress: Any, first_share: flo
 def adapted(problem: Problem, request: Any, progress: Any) -> Problem:
     """The same step under other options, from the same cost table where that still holds."""
     old = problem.priced
+
+    def anew() -> Problem:
+        table = problem.table
+        return reprice(problem.step, problem.infos, request, progress, table.first_share, table.facts)
+
     same_prices = (old.mesh, old.profile, old.physical_shape) == (request.mesh, request.profile, request.physical_shape)
     folded = old.solver.fold_layers == request.solver.fold_layers
     if not (same_prices and folded):
-        return reprice(problem.step, problem.infos, request, progress, problem.table.first_share)
+        return anew()
     shapes = path_shapes(problem.step.graph)
     wanted = allowed_layouts(request, shapes)
     if not narrower(wanted, allowed_layouts(old, shapes)):
-        return reprice(problem.step, problem.infos, request, progress, problem.table.first_share)
+        return anew()
     with progress.stage("costs"):
         masks = class_masks(problem.table, wanted)
         if masks is None:  # some of the tensors that share a decision are pinned, others are not
-            return reprice(problem.step, problem.infos, request, progress, problem.table.first_share)
+            return anew()
         program = masked(weighted(problem, request.objective), masks, request.capacity)
     return replace(problem, request=request, program=program)
 

@@ -21,11 +21,17 @@ from autoshard_ilp.explore.again import (
     reprice,
     solved,
 )
+from autoshard_ilp.explore.soon import of_tied, soon
+from autoshard_ilp.fewerblocks import is_infeasible
+from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.halving import Left, cheapest, solve_divided
 from autoshard_ilp.kinds import Kind
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.untied import NODES, without_ties
+
+SOON_SECONDS = 0.5
+"""What showing that a policy still does not fit may take."""
 
 
 def what_if(
@@ -43,10 +49,13 @@ def what_if(
     """What the plan would be if some options were different. The model is not traced again.
 
     Every argument that is given *replaces* that option of the plan; the others stay as they were. The answer is that
-    of :func:`autoshard_ilp.optimize` with these options, but that a large step is not compared with the one without
-    ties (its notes say so). Other pins, budgets and objectives use the plan's cost table again, and its proof where the
-    question is a narrower one: a proved plan that it still allows is its answer. Another mesh or other hardware prices
-    the step anew.
+    of :func:`autoshard_ilp.optimize` with these options, with two exceptions. A large step is not compared with the one
+    without ties (its notes say so). And without ``solver``, where the budget binds and differs by a tenth at most, what
+    the plan's own search has shown is an answer at once if no plan that recomputes as many blocks can be faster by more
+    than one percent; its notes say so, and ``gap`` how much faster.
+
+    Other pins, budgets and objectives use the plan's cost table again, and its proof where the question is a narrower
+    one: a proved plan that it still allows is its answer. Another mesh or other hardware prices the step anew.
 
     Args:
         plan: made by this process, or bound to its model.
@@ -56,7 +65,7 @@ def what_if(
         mesh, hardware: as for ``optimize``; a new hardware comes with its own usable memory as the budget, unless
             ``memory_budget`` is given.
         remat: rematerialisation policy, or "auto".
-        solver: an :class:`autoshard_ilp.SolverOptions`.
+        solver: an :class:`autoshard_ilp.SolverOptions`; the question is then searched as ``optimize`` would.
         progress: as for ``optimize``.
 
     Returns:
@@ -74,7 +83,7 @@ def what_if(
     request = changed_request(old, pins, memory_budget, objective, mesh, hardware, solver)
     policies = plan.trail.policies if remat is None else remat_policies(remat, plan.mode)  # type: ignore[union-attr]
     with Progress(progress).running() as shown:
-        return planned(plan, request, policies or (plan.remat_policy,), shown)
+        return planned(plan, request, policies or (plan.remat_policy,), shown, quickly=solver is None)
 
 
 def with_trail(plan: Plan) -> Plan:
@@ -111,8 +120,10 @@ class _Attempt:
     solution: Any
 
 
-def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress) -> Plan:
-    """The plan under new options, with as little rematerialisation as fits."""
+@old_objects_left()
+def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress, *, quickly: bool = False) -> Plan:
+    """The plan under new options, with as little rematerialisation as fits; ``quickly``: one that is near to the best
+    will do, where there is one at once."""
     from autoshard_ilp.anyplan import any_plan
     from autoshard_ilp.attempt import tied_note
     from autoshard_ilp.planning import Expected, needed_share, with_history
@@ -127,6 +138,12 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         said = (*plan.notes, *(n for n in made.notes if n != tied_note(own.table)))  # what was proved holds here too
         made = replace(made, lower_bound=plan.lower_bound, gap=plan.gap, notes=tuple(dict.fromkeys(said)))
         return with_history(made, policies, plan.trail.failures)
+
+    if quickly and _alike(plan, request, policies):
+        at_once = soon(plan, request, progress, lambda: _others_fit(plan, known, request, progress))
+        if at_once is not None:
+            assert plan.trail is not None
+            return with_history(at_once, policies, plan.trail.failures)
 
     expected = Expected(policies)
 
@@ -154,18 +171,33 @@ def _still_best(plan: Plan, request: Any, policies: tuple[str, ...]) -> bool:
     trail, problem = plan.trail, problem_of(plan)
     assert trail is not None
     old = problem.request
+    if plan.status != "optimal" or not _alike(plan, request, policies):
+        return False
+    allowed = replace(problem, request=request).allowed
+    if not narrower(allowed, problem.allowed) or not plan.memory.peak_bytes <= request.capacity <= old.capacity:
+        return False
+    return all(leaf.layout in allowed.get(leaf.path, (leaf.layout,)) for leaf in (*plan.arguments, *plan.results))
+
+
+def _alike(plan: Plan, request: Any, policies: tuple[str, ...]) -> bool:
+    """Whether a question differs from that of a plan in budget and pins at most."""
+    assert plan.trail is not None
+    old = plan.trail.request
     same = (old.mesh, old.profile, old.physical_shape, old.objective) == (
         request.mesh,
         request.profile,
         request.physical_shape,
         request.objective,
     )
-    if not same or plan.status != "optimal" or policies != trail.policies or request.solver.strict != old.solver.strict:
-        return False
-    allowed = replace(problem, request=request).allowed
-    if not narrower(allowed, problem.allowed) or not plan.memory.peak_bytes <= request.capacity <= old.capacity:
-        return False
-    return all(leaf.layout in allowed.get(leaf.path, (leaf.layout,)) for leaf in (*plan.arguments, *plan.results))
+    return same and policies == plan.trail.policies and request.solver.strict == old.solver.strict
+
+
+def _others_fit(plan: Plan, known: Mapping[str, _Attempt], request: Any, progress: Progress) -> bool:
+    """Whether other policies, which did not fit, may do so now."""
+    assert plan.trail is not None
+    failed = [f.step.remat for f in plan.trail.failures]
+    answers = (_again(plan, known[p], p, request, progress, SOON_SECONDS, math.inf, 1.0) for p in failed)
+    return any(isinstance(answer, Plan) or not is_infeasible(answer) for answer in answers)
 
 
 def _attempts(plan: Plan) -> dict[str, _Attempt]:
@@ -214,10 +246,18 @@ def _again(
         asked = replace(first, program=problem.program) if isinstance(problem, Kind) else problem
         return solved(asked, progress, own, seconds, **{"cutoff": cutoff, "dear": dear, **keywords})
 
+    tied = None
+    if known is not None and first.table is known.problem.table and _same_program(known.problem, first):
+        tied = known.solution.report.get("tied")
+
     def make(first_share: float) -> Problem:
         if first_share == first.table.first_share:
             return first
-        return reprice(first.step, first.infos, request, progress, first_share)
+        if tied is not None and first_share == 0.0:
+            one = of_tied(first, tied)
+            if one is not None:
+                return one
+        return reprice(first.step, first.infos, request, progress, first_share, first.table.facts)
 
     limit = min(seconds, request.solver.time_limit)
     share = first.table.first_share
@@ -225,11 +265,16 @@ def _again(
         # Under the same budget the layers are best divided as they are, or nearly so.
         prices = known.solution.report.get("prices")
         expected["left_before"] = Left(share, None, cheapest(first.program), -math.inf, -math.inf, 0.0, prices)
-    found, solution, notes = solve_divided(make, solve, limit, cutoff=cutoff, **expected)
+    found, solution, notes = solve_divided(make, solve, limit, cutoff=cutoff, tied=tied, **expected)
     if solution.status == "infeasible" or solution.choices is None:
         return failure_of(found, solution)
     made = plan_of(found, solution, progress, plan)
     return replace(made, notes=(*made.notes, *notes))
+
+
+def _same_program(one: Problem, other: Problem) -> bool:
+    """Whether two problems with one table have the same program, capacity aside."""
+    return one.request.objective == other.request.objective and one.allowed == other.allowed
 
 
 def _still_infeasible(problem: Problem, known: _Attempt) -> Any:

@@ -39,6 +39,7 @@ MOST_SCALE = 1e6  # of a first price: costs still count beside so dear bytes, in
 REPAIRED = 2  # plans met
 REPAIRS = 16  # times their prices are raised, at most ..
 REPAIR_STEP = 1.5  # .. to so many times as much
+ENOUGH = 5e-4  # relative gap from which on other prices leave little less than the best plan known rules out
 ROUNDS = 3  # of relaxations of a few strategies per node, at most
 CLOSE = 0.05  # of the gap: prices that near to the best are good enough
 CLOSED = 0.1  # of the gap: worth another round
@@ -101,8 +102,8 @@ class PricedNet:
         now = time.monotonic()
         return now + share * (self.search.deadline - now)
 
-    def improve_prices(self) -> None:
-        """Looks for the prices of the best bound, until they hardly raise it."""
+    def improve_prices(self, share: float = PRICES_SHARE) -> None:
+        """Looks for the prices of the best bound, until they hardly raise it, for a share of the time left at most."""
         if self.prices.any():
             steps = WARM_STEPS
         elif self.search.best is None and math.isfinite(self.search.upper):
@@ -111,7 +112,7 @@ class PricedNet:
             steps = WIDE_STEPS if self.wide() else STEPS
         # Without good prices nothing that follows finds much, however little time there is.
         short = min(time.monotonic() + SHORT_SECONDS, self.deadline(SHORT_SHARE))
-        deadline = max(self.deadline(PRICES_SHARE), short)
+        deadline = max(self.deadline(share), short)
         for x in (self.owner.relaxed, *self.owner.seen):
             self._cut(x)
         if not self.prices.any():
@@ -121,6 +122,8 @@ class PricedNet:
         self._cut_planes(steps, deadline, SETTLE, RISE)
         for _ in range(ROUNDS):
             before, gap = self.bound, self.gap()
+            if gap <= ENOUGH * abs(before) and self.search.best is not None:
+                break
             if self.fresh or self.owner.stop() or time.monotonic() > deadline or not self._price_few():
                 break
             if self.bound - before < CLOSED * gap:

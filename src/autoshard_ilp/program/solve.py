@@ -23,7 +23,7 @@ from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_net
 from autoshard_ilp.program.families import FREE, Families
 from autoshard_ilp.program.large.route import solve_in_turn
-from autoshard_ilp.program.mixing import Mixing
+from autoshard_ilp.program.mixing import Mixed, Mixing
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.onchip import chip_aside
@@ -73,7 +73,7 @@ def solve(
     plan_seconds: float = math.inf,
     steady_seconds: float = math.inf,
     cutoff: float = math.inf,
-    mixing: bool = False,
+    mixing: bool | Mixed = False,
     dear: float = 1.0,
     without_memory: float = -math.inf,
     proved: float = -math.inf,
@@ -94,7 +94,8 @@ def solve(
         cutoff: seconds; only a cheaper assignment is wanted. Where none is, the answer has ``choices=None`` and a bound
             of ``cutoff``.
         mixing: look for the best prices of bytes alone, and for which plans, mixed, would fit and cost least:
-            ``report["prices"]``, ``report["mixture"]``. None of them needs to fit; ``relaxed`` is known.
+            ``report["prices"]``, ``report["mixture"]``. None of them needs to fit; ``relaxed`` is known. Another look
+            at the same program, under another capacity, goes on from ``report["mixed"]`` of the first.
         dear: share of the objective; once memory is proved to add more than this to the optimum without it, the search
             ends with any plan, or where only better ones than ``cutoff`` are wanted, without, and says so in
             ``report["too_dear"]``. 1: it does not.
@@ -119,7 +120,7 @@ def solve(
     infeasible = False
     try:
         if mixing:
-            _look_for_prices(search, relaxed)
+            _look_for_prices(search, relaxed, mixing if isinstance(mixing, Mixed) else None)
         else:
             infeasible = solve_in_turn(search, lambda s: _solve_with_rows(s, rows, relaxed, prices))
     except KeyboardInterrupt:
@@ -284,13 +285,13 @@ def _solve_with_rows(
     return infeasible
 
 
-def _look_for_prices(search: Search, relaxed: np.ndarray | None) -> None:
+def _look_for_prices(search: Search, relaxed: np.ndarray | None, before: Mixed | None) -> None:
     """Prices and a mixture of plans, in the report; single ones of them need not fit."""
     assert relaxed is not None
     load_kernels()
     room = Room.of(replace(search.program, capacity=UNLIMITED))
     room.run()
-    Mixing(search, relaxed, room).run()
+    Mixing(search, relaxed, room).run(before)
 
 
 def _too_large(program: Program, choices: np.ndarray) -> bool:
