@@ -68,6 +68,6 @@ def best_between(
         return np.array([int(mask[:s].sum()) for mask, s in zip(kept, plan, strict=True)])
 
     first, more = None if start is None else among(start), {"relaxed": among(known[0]), "prices": prices}
-    found = solve(Kind(restricted(program, kept)), first, seconds, **more)
+    found = solve(Kind(restricted(program, kept)), first, seconds, dear=1.0, **more)
     better = start if found.choices is None else whole_choices(kept, found.choices)
     return better, bool(found.report.get("interrupted"))

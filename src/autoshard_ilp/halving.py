@@ -171,6 +171,7 @@ def solve_divided(
     left_before: Left | None = None,
     by_kind: bool = False,
     tied: Tied | None = None,
+    enough: float = 0.0,
 ) -> tuple[P, Any, tuple[str, ...]]:
     """Solves a program and, where memory binds, the one with two decisions per repeated layer instead.
 
@@ -189,6 +190,7 @@ def solve_divided(
         by_kind: of a similar step it is known that prices find no good start, and plans of known kinds do; the report
             says so (``by_kind``).
         tied: what ``make(0.0)`` has shown under another budget; ``report["tied"]`` of an earlier answer.
+        enough: relative gap that will do where memory binds; the report says so (``enough``).
 
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
@@ -280,8 +282,8 @@ def solve_divided(
         best_start, stopped = best_between(fine.program, few, solve, best_start, part_of_it, relaxed, prices)
         ends = clock() if stopped else ends
     of_fine = replace(known, first_share=fine.table.first_share, choices=best_start, relaxed=relaxed, prices=prices)
-    second = _with_memory(fine, solve, of_fine, max(0.0, ends - clock()), **parts)
-    second.report["by_kind"] = by_kind
+    second = _with_memory(fine, solve, of_fine, max(0.0, ends - clock()), **parts, relative_gap=enough)
+    second.report["by_kind"], second.report["enough"] = by_kind, bool(enough) and second.gap <= enough
     if mixed is not None:
         second.report["tied"] = Tied(one, known.relaxed, known.without_memory, known.free_seconds, mixed)
     if stopped:

@@ -21,7 +21,7 @@ from autoshard_ilp.explore.again import (
     reprice,
     solved,
 )
-from autoshard_ilp.explore.soon import of_tied, soon
+from autoshard_ilp.explore.soon import ENOUGH, of_tied, soon
 from autoshard_ilp.fewerblocks import is_infeasible
 from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.halving import Left, cheapest, solve_divided
@@ -149,6 +149,7 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
 
     def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Any:
         limits = {"seconds": seconds, "cutoff": cutoff, "dear": dear, **expected.of(policy)}
+        limits["enough"] = ENOUGH if quickly else 0.0
         return expected.learn(policy, _again(plan, known.get(policy), policy, request, progress, **limits))
 
     need, limit, began = needed_share(request), request.solver.time_limit, time.monotonic()
