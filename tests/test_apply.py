@@ -354,12 +354,22 @@ def grouped(x: jax.Array, k: jax.Array) -> jax.Array:
     )
 
 
+def patches(x: jax.Array, k: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, k, k.shape[:2], "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
 LOCAL: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], tuple[int, int]]] = {
     # name -> (function, arguments, the layouts in which they are read, layout of the first result)
     "top_k": (lambda x: jax.lax.top_k(x, 3), (normal(0, 16, 32),), ((0, 0),), (0, 0)),
     "fft": (jnp.fft.fft, (normal(0, 8, 4, 16),), ((0, 1),), (0, 1)),
     "grouped convolution": (grouped, (normal(0, 8, 6, 6, 8), normal(1, 3, 3, 2, 16)), ((0, -1), (-1, -1)), (0, -1)),
     "groups sharded too": (grouped, (normal(0, 8, 6, 6, 8), normal(1, 3, 3, 2, 16)), ((0, 3), (-1, 3)), (0, 3)),
+    "patches of parts of images": (
+        patches,
+        (normal(0, 8, 16, 32, 3), normal(1, 8, 4, 3, 16)),
+        ((1, -1), (-1, 3)),
+        (1, 3),
+    ),
     "triangular solve": (
         lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
         (normal(0, 8, 4, 4) + 8 * jnp.eye(4), normal(1, 8, 4, 8)),
@@ -371,7 +381,7 @@ LOCAL: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], tup
 
 def local_decisions(graph: Graph, read: Any, result: tuple[int, int]) -> Decisions:
     """The one operation that runs device by device reads and writes the layouts of the case."""
-    (op,) = (op for op in graph.ops if runs_locally(graph.view(op)))
+    (op,) = (op for op in graph.ops if runs_locally(graph.view(op), read))
     operands = {(op.id, i): layout for i, layout in enumerate(read)}
     arguments = {(a, 0): layout for a, layout in zip(graph.arguments, read, strict=True)}
     return Decisions(operands, arguments | {(op.id, j): result for j in range(len(op.outputs))})
@@ -406,6 +416,13 @@ def test_batches_are_not_gathered(name: str) -> None:
 def test_batches_are_not_gathered_on_a_gpu(name: str) -> None:
     mesh = mesh_of("h100:8")
     assert not parse_collectives(compiled_local(name, mesh, mesh).as_text())
+
+
+def test_patches_whose_features_do_not_divide_are_not_added_up_over_the_devices_that_have_them() -> None:
+    args, read, result = (normal(0, 8, 16, 32, 3), normal(1, 8, 4, 3, 18)), ((1, -1), (-1, 3)), (1, 3)
+    graph = traced(patches, args, hubs=False)
+    step = planned_function(graph, local_decisions(graph, read, result), make_mesh(), AXES)
+    assert_same(jax.jit(step)(*args), patches(*args))
 
 
 @pytest.mark.parametrize("layout", [(0, -1), (1, -1), (0, 0), (-1, 1)], ids=str)

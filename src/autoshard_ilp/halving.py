@@ -282,7 +282,8 @@ def solve_divided(
         best_start, stopped = best_between(fine.program, few, solve, best_start, part_of_it, relaxed, prices)
         ends = clock() if stopped else ends
     of_fine = replace(known, first_share=fine.table.first_share, choices=best_start, relaxed=relaxed, prices=prices)
-    second = _with_memory(fine, solve, of_fine, max(0.0, ends - clock()), **parts, relative_gap=enough)
+    parts |= {"relative_gap": enough} if enough else {}
+    second = _with_memory(fine, solve, of_fine, max(0.0, ends - clock()), **parts)
     second.report["by_kind"], second.report["enough"] = by_kind, bool(enough) and second.gap <= enough
     if mixed is not None:
         second.report["tied"] = Tied(one, known.relaxed, known.without_memory, known.free_seconds, mixed)

@@ -20,7 +20,7 @@ from autoshard_ilp.graph import Op
 from autoshard_ilp.lookup import look_up
 from autoshard_ilp.order import SCATTERED_ONLY
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
-from autoshard_ilp.sharding import Layout, local_bytes, replicated
+from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, replicated
 from autoshard_ilp.taps import as_products
 
 
@@ -129,12 +129,12 @@ class Operations:
         out = self.reduced(op, view, args, frame)
         if out is not None:
             return [out]
-        if runs_locally(view):
+        if runs_locally(view, self.plan.operand_layouts(op)):
             rule, axes_of = rule_for(view), self.axes_of(op, view)
             with compat.like_equation(op.eqn, self.plan.stack(op)):
                 if axes_of:
                     return run_locally(self.binder(op), view, rule, args, self.plan.mesh, axes_of)
-                equal = self.without_batch_groups(op)
+                equal = self.without_batch_groups(op) or self.with_whole_features(op)
                 if equal is not None:
                     return [equal(*args)]
         return compat.bind_equation(op.eqn, args, self.plan.stack(op), self.binder(op))
@@ -198,6 +198,25 @@ class Operations:
         if op.primitive != "conv_general_dilated" or self.plan.mesh.size == 1:
             return None
         return rewrites.without_batch_groups(op.eqn.params, self.graph.tensors[op.outputs[0]].shape)
+
+    def with_whole_features(self, op: Op) -> Callable[..., Any] | None:
+        """A convolution of parts of images that cannot run device by device, since a dimension does not divide: every
+        device computes all features, or XLA adds equal results up (:mod:`autoshard_ilp.rules.local`)."""
+        if op.primitive != "conv_general_dilated" or int(op.params["feature_group_count"]) > 1:
+            return None
+        kernel, result = self.plan.operand_layouts(op)[1], self.plan.layout(op.outputs[0])
+        features = op.params["dimension_numbers"].rhs_spec[0]
+        if kernel is None or result is None or features not in kernel:
+            return None
+        whole = [WHOLE if k == features else r for k, r in zip(kernel, result, strict=True)]
+
+        def convolved(image: Any, window: Any) -> Any:
+            gathered = tuple(WHOLE if k == features else k for k in kernel)
+            args = [image, self.plan.constrain(window, op.inputs[1], gathered)]
+            (out,) = compat.bind_equation(op.eqn, args, self.plan.stack(op), self.binder(op))
+            return self.plan.constrain(out, op.outputs[0], tuple(whole))
+
+        return convolved
 
     def axes_of(self, op: Op, view: OpView) -> dict[str, tuple[str, ...]] | None:
         """Mesh axes of every factor that the decided layouts shard; None where some operand has no decided layout."""

@@ -5,6 +5,9 @@ Seen with jaxlib 0.10.2, by compiling each primitive alone with the shardings of
 * The weight gradient of a convolution in groups (``batch_group_count > 1``), batch sharded over one of two mesh axes:
   XLA (CPU, GPU and TPU) adds the partial results over *all* devices, so the gradient is multiplied by the size of
   the other axis. This is a wrong result, not a slow one: see the tests.
+* A convolution whose windows lie side by side (an embedding of patches), an image dimension sharded over one mesh axis
+  and the output features over a larger or equal one: XLA (all platforms) adds the results over the second axis, where
+  they are the same, and returns a multiple of the right value. Wrong again, and silently.
 * Convolutions in groups of several features: XLA:CPU and XLA:GPU gather the whole input, whatever is sharded.
 * ``top_k``, ``fft`` and the right-hand sides of ``triangular_solve``: XLA:CPU and XLA:GPU gather the batch dimensions.
 * cuDNN's flash attention: jax's own partitioning refuses layouts that differ between queries, keys and values.
@@ -29,11 +32,20 @@ _ALWAYS = frozenset({"top_k", "approx_top_k", "fft", "triangular_solve", *FACTOR
 Shape = tuple[int, ...]
 
 
-def runs_locally(op: OpView) -> bool:
-    """Whether a program must run this operation with :func:`run_locally` wherever it is sharded."""
+def runs_locally(op: OpView, operand_layouts: Sequence[Layout | None] = ()) -> bool:
+    """Whether a program must run this operation with :func:`run_locally` wherever it is sharded, or is sharded so."""
     if op.primitive == "conv_general_dilated":
-        return int(op.params["feature_group_count"]) > 1 or int(op.params["batch_group_count"]) > 1
+        grouped = int(op.params["feature_group_count"]) > 1 or int(op.params["batch_group_count"]) > 1
+        return grouped or _parts_of_images(op, operand_layouts)
     return op.primitive in _ALWAYS
+
+
+def _parts_of_images(op: OpView, operand_layouts: Sequence[Layout | None]) -> bool:
+    """Whether a convolution reads parts of images, by windows of several elements."""
+    spec = op.params["dimension_numbers"]
+    image, window = tuple(spec.lhs_spec[2:]), tuple(spec.rhs_spec[2:])
+    sharded = set(operand_layouts[0] or ()) if operand_layouts else set()
+    return any(d in sharded and op.in_shapes[1][w] > 1 for d, w in zip(image, window, strict=True))
 
 
 def axes_of_factors(
