@@ -358,6 +358,10 @@ def patches(x: jax.Array, k: jax.Array) -> jax.Array:
     return jax.lax.conv_general_dilated(x, k, k.shape[:2], "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
+def every_second(x: jax.Array, k: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, k, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
 LOCAL: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], tuple[int, int]]] = {
     # name -> (function, arguments, the layouts in which they are read, layout of the first result)
     "top_k": (lambda x: jax.lax.top_k(x, 3), (normal(0, 16, 32),), ((0, 0),), (0, 0)),
@@ -370,6 +374,7 @@ LOCAL: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], tup
         ((1, -1), (-1, 3)),
         (1, 3),
     ),
+    "every second pixel": (every_second, (normal(0, 8, 16, 32, 3), normal(1, 1, 1, 3, 16)), ((2, -1), (-1, 3)), (2, 3)),
     "triangular solve": (
         lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
         (normal(0, 8, 4, 4) + 8 * jnp.eye(4), normal(1, 8, 4, 8)),

@@ -5,7 +5,7 @@ Seen with jaxlib 0.10.2, by compiling each primitive alone with the shardings of
 * The weight gradient of a convolution in groups (``batch_group_count > 1``), batch sharded over one of two mesh axes:
   XLA (CPU, GPU and TPU) adds the partial results over *all* devices, so the gradient is multiplied by the size of
   the other axis. This is a wrong result, not a slow one: see the tests.
-* A convolution whose windows lie side by side (an embedding of patches), an image dimension sharded over one mesh axis
+* A convolution whose windows lie side by side (patches; 1x1, stride 2), an image dimension sharded over one mesh axis
   and the output features over a larger or equal one: XLA (all platforms) adds the results over the second axis, where
   they are the same, and returns a multiple of the right value. Wrong again, and silently.
 * Convolutions in groups of several features: XLA:CPU and XLA:GPU gather the whole input, whatever is sharded.
@@ -41,11 +41,14 @@ def runs_locally(op: OpView, operand_layouts: Sequence[Layout | None] = ()) -> b
 
 
 def _parts_of_images(op: OpView, operand_layouts: Sequence[Layout | None]) -> bool:
-    """Whether a convolution reads parts of images, by windows of several elements."""
-    spec = op.params["dimension_numbers"]
-    image, window = tuple(spec.lhs_spec[2:]), tuple(spec.rhs_spec[2:])
+    """Whether a convolution reads parts of images, by windows or strides of several elements."""
+    spec, strides = op.params["dimension_numbers"], op.params["window_strides"]
     sharded = set(operand_layouts[0] or ()) if operand_layouts else set()
-    return any(d in sharded and op.in_shapes[1][w] > 1 for d, w in zip(image, window, strict=True))
+    windows = [op.in_shapes[1][d] for d in spec.rhs_spec[2:]]
+    return any(
+        d in sharded and (window > 1 or stride > 1)
+        for d, window, stride in zip(spec.lhs_spec[2:], windows, strides, strict=True)
+    )
 
 
 def axes_of_factors(
