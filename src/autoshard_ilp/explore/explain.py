@@ -29,6 +29,7 @@ from autoshard_ilp.explore.again import (
     solved,
 )
 from autoshard_ilp.explore.differences import Difference, collective_differences
+from autoshard_ilp.explore.soon import put_together
 from autoshard_ilp.pins import class_masks, path_shapes
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
@@ -175,14 +176,14 @@ def explain(plan: Plan, path: str, *, time_limit: float = 60.0, progress: Any = 
     own = leaves[0].layout
     with Progress(progress).running() as shown:
         base, notes = _base(problem, paths, layouts, shown)
-        start = _translated(plan, base)
+        start, relaxed = _translated(plan, base)
         order = sorted(layouts, key=lambda layout: layout != own)
         deadline = time.monotonic() + time_limit
         found = []
         for position, layout in enumerate(order):
             share = max(0.0, deadline - time.monotonic()) / (len(order) - position)
             try:
-                found.append(_alternative(plan, base, start, paths, layout, layout == own, share, shown))
+                found.append(_alternative(plan, base, (start, relaxed), paths, layout, layout == own, share, shown))
             except KeyboardInterrupt:
                 if not found:  # the plan's own layout comes first
                     raise
@@ -249,27 +250,36 @@ def _restricted(request: Any, allowed: Any) -> Any:
     return replace(request, pins=None, restriction=lambda shapes: allowed)
 
 
-def _translated(plan: Plan, base: Problem) -> tuple[Any, ...]:
-    """The plan's assignment in the base problem's table, where every strategy is found again."""
+def _translated(plan: Plan, base: Problem) -> tuple[list[Any], list[Any]]:
+    """The plan's assignment in the base problem's table, and the best one without a budget where it is known.
+
+    Either is empty where a strategy is not found again.
+    """
     trail = plan.trail
     assert trail is not None
+    relaxed = trail.solution.report.get("relaxed")
+    known = [trail.solution.choices], [] if relaxed is None or len(relaxed) != len(trail.costs.classes) else [relaxed]
     if base.table is trail.costs:
-        return (trail.solution.choices,)
-    chosen = []
-    for cls in base.table.classes:
-        old = int(trail.costs.class_of[cls.members[0]])
-        strategy = trail.costs.classes[old].strategies[trail.solution.choices[old]]
-        same = [i for i, s in enumerate(cls.strategies) if s == strategy]
-        if not same:
-            return ()
-        chosen.append(same[0])
-    return (np.array(chosen, np.int64),)
+        return known
+    return _found_again(trail.costs, base.table, known[0]), _found_again(trail.costs, base.table, known[1])
+
+
+def _found_again(old: Any, new: Any, known: Sequence[Any]) -> list[Any]:
+    """Assignments of one table in another one."""
+    places = [{s: i for i, s in reversed(list(enumerate(c.strategies)))} for c in new.classes]
+    before = [int(old.class_of[c.members[0]]) for c in new.classes]
+    found = []
+    for choices in known:
+        strategies = [old.classes[b].strategies[choices[b]] for b in before]
+        at = [place.get(strategy) for place, strategy in zip(places, strategies, strict=True)]
+        found += [] if None in at else [np.array(at, np.int64)]
+    return found
 
 
 def _alternative(
     plan: Plan,
     base: Problem,
-    start: tuple[Any, ...],
+    known_plans: tuple[list[Any], list[Any]],
     paths: Sequence[str],
     layout: Layout,
     chosen: bool,
@@ -285,7 +295,11 @@ def _alternative(
     request = replace(request, solver=replace(request.solver, time_limit=seconds, relative_gap=0.0))
     problem = adapted(base, request, progress)
     same_table = base.table is trail.costs
-    known = known_from(trail.solution, problem_of(plan), problem) if same_table else Known(start)
+    start, relaxed = known_plans
+    known = known_from(trail.solution, problem_of(plan), problem) if same_table else Known(tuple(start))
+    if start and relaxed and trail.solution.report.get("prices"):
+        more = put_together(problem, [*relaxed, *start], trail.solution.report["prices"], progress)
+        known = replace(known, plans=(*known.plans, *more))
     solution = solved(problem, progress, known)
     spec = to_partition_spec(layout, _rank(base, paths[0]), plan.mesh.axis_names)
     if solution.choices is None:

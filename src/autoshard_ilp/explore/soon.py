@@ -12,6 +12,7 @@ from the best one at most. Where that is little, it is an answer.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,6 +68,15 @@ def soon(plan: Plan, request: Any, progress: Progress, others_fit: Callable[[], 
     return None
 
 
+def put_together(
+    problem: Problem, plans: Sequence[np.ndarray], prices: Mapping[int, float], progress: Progress
+) -> list[np.ndarray]:
+    """A plan of ``problem`` that is much like some others, the first of which holds most; none where none is found."""
+    search = _Search(problem, progress, PricedBound(prices, -math.inf, problem.request.capacity))
+    best = search.best(problem, plans)
+    return [] if best is None else [best]
+
+
 @dataclass
 class _Search:
     """Looks for a plan under what is asked.
@@ -87,13 +97,16 @@ class _Search:
 
     def look(self, problem: Problem, plans: Sequence[np.ndarray]) -> tuple[Problem, np.ndarray] | None:
         """A problem and the best plan between some of it, if that is an answer."""
-        program, prices = problem.program, self.bound.prices
+        best = self.best(problem, plans)
+        cost = math.inf if best is None else problem.program.cost(best)
+        return (problem, best) if best is not None and cost - self.bound.seconds <= ENOUGH * abs(cost) else None
+
+    def best(self, problem: Problem, plans: Sequence[np.ndarray]) -> np.ndarray | None:
+        """The best plan of a problem between some of it, the first of which holds most; None where none fits."""
+        program = problem.program
         start = best_known(program, plans)
-        best, _ = best_between(program, plans, self.solve, start, SECONDS, plans[0], prices)
-        if best is None or program.peak(best) > program.capacity:
-            return None
-        cost = program.cost(best)
-        return (problem, best) if cost - self.bound.seconds <= ENOUGH * abs(cost) else None
+        best, _ = best_between(program, plans, self.solve, start, SECONDS, plans[0], self.bound.prices)
+        return None if best is None or program.peak(best) > program.capacity else best
 
 
 def _chances(problem: Problem, solution: Any, search: _Search) -> Iterator[tuple[Problem, list[np.ndarray]]]:
