@@ -65,6 +65,16 @@ def test_a_pin(tight: autoshard.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     assert there.cost.total_s <= searched.cost.total_s * (1 + 5e-3)
 
 
+def test_every_layout_has_a_plan_at_once(tight: autoshard.Plan) -> None:
+    there = tight.explain("dense_3/kernel", time_limit=0.0, progress=False)
+    searched = tight.explain("dense_3/kernel", progress=False)
+    best = {a.layout: a.total_s for a in searched.alternatives if a.proof == "exact"}
+    assert len(best) > 1
+    for a in there.alternatives:
+        assert a.lower_bound_s <= best.get(a.layout, np.inf) * (1 + 1e-9)
+        assert a.total_s <= 1.1 * best.get(a.layout, np.inf), f"{a.layout}: no plan without a search"
+
+
 def test_a_question_about_an_answer(tight: autoshard.Plan) -> None:
     peak = tight.memory.peak_bytes
     less = tight.what_if(memory_budget=98 * peak // 100, progress=False)
