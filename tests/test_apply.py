@@ -423,11 +423,24 @@ def test_batches_are_not_gathered_on_a_gpu(name: str) -> None:
     assert not parse_collectives(compiled_local(name, mesh, mesh).as_text())
 
 
-def test_patches_whose_features_do_not_divide_are_not_added_up_over_the_devices_that_have_them() -> None:
-    args, read, result = (normal(0, 8, 16, 32, 3), normal(1, 8, 4, 3, 18)), ((1, -1), (-1, 3)), (1, 3)
-    graph = traced(patches, args, hubs=False)
+@pytest.mark.parametrize(
+    ("fn", "args", "read", "result"),
+    [
+        (
+            patches,
+            (normal(0, 8, 16, 32, 3), normal(1, 8, 4, 3, 18)),
+            ((1, -1), (-1, 3)),
+            (1, 3),
+        ),  # XLA: four times that
+        (grouped, (normal(0, 8, 9, 4, 16), normal(1, 1, 1, 4, 8)), ((1, 3), (-1, 3)), (1, 3)),  # XLA: refuses groups
+    ],
+    ids=["patches", "groups"],
+)
+def test_convolutions_that_no_device_can_run_alone(fn: Any, args: Any, read: Any, result: Any) -> None:
+    """Neither the features nor, of the groups, the rows divide: every device computes all features."""
+    graph = traced(fn, args, hubs=False)
     step = planned_function(graph, local_decisions(graph, read, result), make_mesh(), AXES)
-    assert_same(jax.jit(step)(*args), patches(*args))
+    assert_same(jax.jit(step)(*args), fn(*args))
 
 
 @pytest.mark.parametrize("layout", [(0, -1), (1, -1), (0, 0), (-1, 1)], ids=str)

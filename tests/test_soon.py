@@ -65,6 +65,18 @@ def test_a_pin(tight: autoshard.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     assert there.cost.total_s <= searched.cost.total_s * (1 + 5e-3)
 
 
+def test_what_a_pin_forbade_is_searched_for(tight: autoshard.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soon, "ENOUGH", 1.0)
+    pins, budget = {r"dense_\d+/kernel$": (None, "data")}, 99 * tight.memory.peak_bytes // 100
+    pinned = tight.what_if(pins=pins, progress=False)
+    less = pinned.what_if(memory_budget=budget, solver=FULL, progress=False)
+    for plan in (pinned, less):
+        assert tuple(plan.specs["dense_5/kernel"]) == (None, "data")
+    free = less.what_if(pins={}, memory_budget=tight.trail.request.capacity, progress=False)  # type: ignore[union-attr]
+    assert not any(note.startswith("Answered at once") for note in free.notes), "its bound is of plans with the pin"
+    assert free.cost.total_s == pytest.approx(tight.cost.total_s, rel=1e-2)
+
+
 def test_every_layout_has_a_plan_at_once(tight: autoshard.Plan) -> None:
     there = tight.explain("dense_3/kernel", time_limit=0.0, progress=False)
     searched = tight.explain("dense_3/kernel", progress=False)

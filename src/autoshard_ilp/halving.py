@@ -273,15 +273,16 @@ def solve_divided(
             ends = clock()
         plans, by_kind = [*plans, *more], by_kind or bool(more)
     fine = make((0.0 if by_kind else HALF) if division is None else division.first_share)
+    met = [] if mixed is None or stopped else mixed.nearest(FEW_PLANS)
     starts = [start_of(one.table, fine.table, plan) for plan in plans if plan is not None]
     starts += [] if division is None else [division.start(one.table, fine.table)]
-    relaxed, best_start = start_of(one.table, fine.table, known.relaxed), best_of(fine.program, starts)
-    if mixed is not None and not stopped:
-        met = [start_of(one.table, fine.table, plan) for plan in mixed.nearest(FEW_PLANS)]
-        few, part_of_it = [*met, *starts, relaxed], BETWEEN_SHARE * (ends - clock())
-        best_start, stopped = best_between(fine.program, few, solve, best_start, part_of_it, relaxed, prices)
+    relaxed, first_plan = start_of(one.table, fine.table, known.relaxed), best_of(fine.program, starts)
+    if met:
+        few = [*(start_of(one.table, fine.table, plan) for plan in met), *starts, relaxed]
+        seconds = BETWEEN_SHARE * (ends - clock())
+        first_plan, stopped = best_between(fine.program, few, solve, first_plan, seconds, relaxed, prices)
         ends = clock() if stopped else ends
-    of_fine = replace(known, first_share=fine.table.first_share, choices=best_start, relaxed=relaxed, prices=prices)
+    of_fine = replace(known, first_share=fine.table.first_share, choices=first_plan, relaxed=relaxed, prices=prices)
     parts |= {"relative_gap": enough} if enough else {}
     second = _with_memory(fine, solve, of_fine, max(0.0, ends - clock()), **parts)
     second.report["by_kind"], second.report["enough"] = by_kind, bool(enough) and second.gap <= enough

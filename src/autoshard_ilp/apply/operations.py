@@ -200,21 +200,26 @@ class Operations:
         return rewrites.without_batch_groups(op.eqn.params, self.graph.tensors[op.outputs[0]].shape)
 
     def with_whole_features(self, op: Op) -> Callable[..., Any] | None:
-        """A convolution of parts of images that cannot run device by device, since a dimension does not divide: every
-        device computes all features, or XLA adds equal results up (:mod:`autoshard_ilp.rules.local`)."""
-        if op.primitive != "conv_general_dilated" or int(op.params["feature_group_count"]) > 1:
+        """A convolution that cannot run device by device, since a dimension does not divide: every device computes all
+        features. XLA would add equal results up, or refuse groups (:mod:`autoshard_ilp.rules.local`)."""
+        if op.primitive != "conv_general_dilated":
             return None
-        kernel, result = self.plan.operand_layouts(op)[1], self.plan.layout(op.outputs[0])
-        features = op.params["dimension_numbers"].rhs_spec[0]
-        if kernel is None or result is None or features not in kernel:
+        spec, grouped = op.params["dimension_numbers"], int(op.params["feature_group_count"]) > 1
+        layouts = (*self.plan.operand_layouts(op), self.plan.layout(op.outputs[0]))
+        features = (spec.lhs_spec[1] if grouped else None, spec.rhs_spec[0], spec.out_spec[1])
+        if any(layout is None for layout in layouts):
             return None
-        whole = [WHOLE if k == features else r for k, r in zip(kernel, result, strict=True)]
+        whole = [
+            tuple(WHOLE if place == d else place for place in layout or ())
+            for d, layout in zip(features, layouts, strict=True)
+        ]
+        if whole == list(layouts):
+            return None
 
-        def convolved(image: Any, window: Any) -> Any:
-            gathered = tuple(WHOLE if k == features else k for k in kernel)
-            args = [image, self.plan.constrain(window, op.inputs[1], gathered)]
-            (out,) = compat.bind_equation(op.eqn, args, self.plan.stack(op), self.binder(op))
-            return self.plan.constrain(out, op.outputs[0], tuple(whole))
+        def convolved(*args: Any) -> Any:
+            gathered = [self.plan.constrain(a, t, w) for a, t, w in zip(args, op.inputs, whole, strict=False)]
+            (out,) = compat.bind_equation(op.eqn, gathered, self.plan.stack(op), self.binder(op))
+            return self.plan.constrain(out, op.outputs[0], whole[2])
 
         return convolved
 

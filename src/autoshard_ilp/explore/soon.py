@@ -22,7 +22,18 @@ import numpy as np
 
 from autoshard_ilp.between import best_between
 from autoshard_ilp.division import division_of
-from autoshard_ilp.explore.again import Known, Problem, adapted, best_known, plan_of, problem_of, reprice, solved
+from autoshard_ilp.explore.again import (
+    Known,
+    Problem,
+    adapted,
+    best_known,
+    masked,
+    narrower,
+    plan_of,
+    problem_of,
+    reprice,
+    solved,
+)
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.halving import FEW_PLANS, Tied, start_of
 from autoshard_ilp.kinds import Kind
@@ -58,8 +69,8 @@ def soon(plan: Plan, request: Any, progress: Progress, others_fit: Callable[[], 
         return None
     own, began = problem_of(plan), time.monotonic()
     problem = adapted(own, request, progress)
-    if problem.table is not own.table or others_fit():
-        return None
+    if problem.table is not own.table or not narrower(problem.allowed, own.allowed) or others_fit():
+        return None  # of plans that were not allowed before, nothing is known
     search = _Search(problem, progress, known.under(request.capacity))
     for table, plans in _chances(problem, trail.solution, search):
         best = search.look(table, plans)
@@ -84,11 +95,13 @@ class _Search:
     Attributes:
         problem: the plan's own, under the question's options.
         bound: seconds, of every plan.
+        stopped: by an interrupt; then the plan that was found is the answer.
     """
 
     problem: Problem
     progress: Progress
     bound: PricedBound
+    stopped: bool = False
 
     def solve(self, problem: Any, start: np.ndarray | None, seconds: float, **keywords: Any) -> Any:
         """As :class:`autoshard_ilp.halving.Solve` wants it."""
@@ -99,14 +112,18 @@ class _Search:
         """A problem and the best plan between some of it, if that is an answer."""
         best = self.best(problem, plans)
         cost = math.inf if best is None else problem.program.cost(best)
-        return (problem, best) if best is not None and cost - self.bound.seconds <= ENOUGH * abs(cost) else None
+        enough = self.stopped or cost - self.bound.seconds <= ENOUGH * abs(cost)
+        return (problem, best) if best is not None and enough else None
 
     def best(self, problem: Problem, plans: Sequence[np.ndarray]) -> np.ndarray | None:
         """The best plan of a problem between some of it, the first of which holds most; None where none fits."""
         program = problem.program
         start = best_known(program, plans)
-        best, _ = best_between(program, plans, self.solve, start, SECONDS, plans[0], self.bound.prices)
-        return None if best is None or program.peak(best) > program.capacity else best
+        best, self.stopped = best_between(program, plans, self.solve, start, SECONDS, plans[0], self.bound.prices)
+        best = None if best is None or program.peak(best) > program.capacity else best
+        if self.stopped and best is None:
+            raise KeyboardInterrupt
+        return best
 
 
 def _chances(problem: Problem, solution: Any, search: _Search) -> Iterator[tuple[Problem, list[np.ndarray]]]:
@@ -122,8 +139,8 @@ def _chances(problem: Problem, solution: Any, search: _Search) -> Iterator[tuple
     mixed = tied.mixed.under(problem.request.capacity)
     met = [start_of(one.table, table, plan) for plan in mixed.nearest(FEW_PLANS)]
     yield problem, [relaxed, solution.choices, *met]
-    if problem.request.pins != problem.priced.pins:
-        return
+    if problem.allowed != replace(problem, request=problem.priced).allowed:
+        return  # a table priced under other pins has other strategies
     shown = solved(one, search.progress, Known(), SECONDS, mixing=tied.mixed, relaxed=tied.relaxed)
     division = division_of(one.table, shown.report.get("mixture", ()))
     if division is None:
@@ -136,10 +153,14 @@ def _chances(problem: Problem, solution: Any, search: _Search) -> Iterator[tuple
 
 
 def of_tied(problem: Problem, tied: Tied) -> Problem | None:
-    """The problem with one decision for all repeated layers; None where pins treat some of them differently."""
-    own, program = tied.problem, replace(tied.problem.program, capacity=problem.request.capacity)
-    if class_masks(own.table, problem.allowed) is None:
+    """The problem with one decision for all repeated layers; None where pins treat some of them differently.
+
+    ``tied`` is of the same step under pins that allow no less.
+    """
+    own, masks = tied.problem, class_masks(tied.problem.table, problem.allowed)
+    if masks is None:
         return None
+    program = masked(own.program, masks, problem.request.capacity)
     return replace(problem, table=own.table, built=own.built, program=program)
 
 

@@ -13,6 +13,7 @@ from autoshard_ilp.explore.again import (
     Known,
     Problem,
     adapted,
+    allowed_layouts,
     failure_of,
     known_from,
     narrower,
@@ -26,6 +27,7 @@ from autoshard_ilp.fewerblocks import is_infeasible
 from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.halving import Left, cheapest, solve_divided
 from autoshard_ilp.kinds import Kind
+from autoshard_ilp.pins import path_shapes
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.untied import NODES, without_ties
@@ -274,8 +276,10 @@ def _again(
 
 
 def _same_program(one: Problem, other: Problem) -> bool:
-    """Whether two problems with one table have the same program, capacity aside."""
-    return one.request.objective == other.request.objective and one.allowed == other.allowed
+    """Whether two problems with one table have the same program, capacity aside, and tables priced anew have the same
+    strategies."""
+    priced = allowed_layouts(other.priced, path_shapes(other.step.graph))
+    return one.request.objective == other.request.objective and one.allowed == other.allowed == priced
 
 
 def _still_infeasible(problem: Problem, known: _Attempt) -> Any:
