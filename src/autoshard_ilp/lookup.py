@@ -68,7 +68,7 @@ def look_up(
     slice_shape = whole_slice(mesh)
     scattered = [a for a in sums if result[a] != WHOLE]
     as_planned = len({result[a] for a in sums}) < 2 and not (scattered and spans_slice(scattered, sizes, slice_shape))
-    if as_planned or PARTIAL in {*before, *result}:
+    if (as_planned and not (scattered and along_inner(op))) or PARTIAL in {*before, *result}:
         return None
     if any(place != result[a] for a, place in enumerate(before) if a not in sums):
         return None
@@ -125,6 +125,15 @@ def look_up(
         return reduced(out, sums, result, axis_names, sizes, slice_shape, Computed())
 
     return mapped(one_device, args, op.in_shapes, operands, op.out_shapes[0], result, mesh, axis_names)
+
+
+def along_inner(op: OpView) -> bool:
+    """Whether rows are looked up along another dimension than the first (``take`` along axis 1): the result has
+    dimensions of the table before those of the indices. Where sums are scattered there, XLA's partitioner returns wrong
+    numbers, or makes a program that its verifier refuses (jaxlib 0.10.2)."""
+    table = [int(d) for d in op.params["dimension_numbers"].offset_dims]
+    batch = [d for d in range(len(op.out_shapes[0])) if d not in table]
+    return min(table, default=0) < max(batch, default=0)
 
 
 def _fill(value: Any, dtype: Any) -> Any:

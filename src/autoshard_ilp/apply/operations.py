@@ -17,7 +17,7 @@ from autoshard_ilp.apply.values import Frame, Values
 from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.precision import added_up_wide
 from autoshard_ilp.graph import Op
-from autoshard_ilp.lookup import look_up
+from autoshard_ilp.lookup import along_inner, look_up
 from autoshard_ilp.order import SCATTERED_ONLY
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
 from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, replicated
@@ -161,7 +161,8 @@ class Operations:
         layouts = (plan.operand_layouts(op), plan.decisions.results.get((op.id, 0)))
         if view.primitive == "gather":
             with compat.like_equation(op.eqn, plan.stack(op)):
-                return look_up(view, rule_for(view), args, layouts, plan.mesh, plan.axis_names)
+                out = look_up(view, rule_for(view), args, layouts, plan.mesh, plan.axis_names)
+            return self.added_up_first(op, view, args, layouts) if out is None else out
         if not manual.runs_partial(view):
             return None
         order = plan.order
@@ -181,6 +182,17 @@ class Operations:
         if waited_for and out is not None:
             out, frame.computed[op.id] = out
         return out
+
+    def added_up_first(
+        self, op: Op, view: OpView, args: list[Any], layouts: tuple[list[Layout | None], Layout | None]
+    ) -> Any | None:
+        """A look-up that XLA would scatter wrongly, added up on all devices before it is cut; None for others."""
+        operands, result = layouts
+        sums, before = manual.unreduced(rule_for(view), operands) or ((), ())
+        if result is None or not along_inner(view) or all(result[a] == WHOLE for a in sums):
+            return None
+        (out,) = compat.bind_equation(op.eqn, args, self.plan.stack(op), self.binder(op))
+        return self.plan.constrain(out, op.outputs[0], before)
 
     def leading(self, tensor: int) -> int:
         """The dimension of a tensor that all its readers move to the front; 0: they leave the order as it is."""
