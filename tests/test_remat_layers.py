@@ -248,7 +248,7 @@ def test_policies_left_as_too_dear_are_taken_up_where_they_may_be_faster(any_pla
         return SimpleNamespace(step=SimpleNamespace(remat=policy), solution=solution_of(bound))
 
     def solution_of(bound: float) -> Any:
-        return SimpleNamespace(status="feasible", lower_bound=bound)
+        return SimpleNamespace(status="feasible", lower_bound=bound, report={})
 
     def tried(policy: str, seconds: float, worse_than: float, dear: float) -> Any:
         if policy not in POLICIES:

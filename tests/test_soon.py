@@ -131,7 +131,7 @@ def test_the_best_between_plans(seed: int, tight: float) -> None:
     def solved(problem: Any, start: Any, seconds: float, **keywords: Any) -> Any:
         return solve(problem.program, replace(SolverOptions(), time_limit=seconds), hint=start, **keywords)
 
-    choices, stopped = best_between(found, [smallest], solved, smallest, 10.0, relaxed, {0: 1e-2, 2: 1e-3})
+    choices, stopped = best_between(found, [relaxed, smallest], solved, smallest, 10.0, {0: 1e-2, 2: 1e-3})
     assert choices is not None and not stopped and found.peak(choices) <= found.capacity
     mixed = min(  # the cheapest of those that change once from one plan to the other
         (

@@ -36,33 +36,32 @@ def best_between(
     solve: Callable[..., Any],
     start: np.ndarray | None,
     seconds: float,
-    relaxed: np.ndarray,
     prices: Mapping[int, float] | None,
 ) -> tuple[np.ndarray | None, bool]:
     """The best plan that chooses much as one of ``plans`` at every decision, and whether that was interrupted.
 
     Args:
         program: the whole one.
-        plans: assignments, none of which needs to fit; where they use what is forbidden by now, they are mended.
+        plans: assignments, none of which needs to fit, the first one much like the best without a capacity; where they
+            use what is forbidden by now, they are mended.
         solve: (problem, start, seconds, further keywords) -> solution.
         start: one that fits, if any; the answer where nothing better is found.
         seconds: most of them.
-        relaxed: an assignment much like the best without a capacity.
         prices: time -> seconds per byte in use then.
     """
     flips = Flips(program, prices or {})
-    mended = [flips.mended(plan) for plan in (relaxed, *plans)]
+    mended = [flips.mended(plan) for plan in plans]
     known, forbidden = [plan for plan, _ in mended], frozenset[int]().union(*(nodes for _, nodes in mended))
     kept: Kept = [np.zeros(len(node.costs), bool) for node in program.nodes]
     for plan in known if start is None else [*known, start]:
         for mask, strategy in zip(kept, plan, strict=True):
             mask[strategy] = True
     if prices:
-        nearest = min(known, key=flips.total)
-        total, wide = abs(flips.total(nearest)), flips.around(forbidden, STEPS)
+        total, nearest = min(((flips.total(plan), plan) for plan in known), key=lambda priced: priced[0])
+        wide = flips.around(forbidden, STEPS)
         for node, mask in enumerate(kept):
             share, count = (WIDE_FLIP, WIDE_FLIPS) if node in wide else (FLIP, FLIPS)
-            mask[flips.cheap(nearest, node, share * total, count)] = True
+            mask[flips.cheap(nearest, node, share * abs(total), count)] = True
 
     def among(plan: np.ndarray) -> np.ndarray:
         return np.array([int(mask[:s].sum()) for mask, s in zip(kept, plan, strict=True)])

@@ -278,9 +278,9 @@ def solve_divided(
     starts += [] if division is None else [division.start(one.table, fine.table)]
     relaxed, first_plan = start_of(one.table, fine.table, known.relaxed), best_of(fine.program, starts)
     if met:
-        few = [*(start_of(one.table, fine.table, plan) for plan in met), *starts, relaxed]
+        few = [relaxed, *(start_of(one.table, fine.table, plan) for plan in met), *starts]
         seconds = BETWEEN_SHARE * (ends - clock())
-        first_plan, stopped = best_between(fine.program, few, solve, first_plan, seconds, relaxed, prices)
+        first_plan, stopped = best_between(fine.program, few, solve, first_plan, seconds, prices)
         ends = clock() if stopped else ends
     of_fine = replace(known, first_share=fine.table.first_share, choices=first_plan, relaxed=relaxed, prices=prices)
     parts |= {"relative_gap": enough} if enough else {}

@@ -291,6 +291,6 @@ class _Open:
         else:
             solution = getattr(answer, "solution", None)
             policy, seconds = getattr(getattr(answer, "step", None), "remat", ""), math.inf
-        if solution is None or solution.status != "feasible" or getattr(solution, "report", {}).get("enough"):
+        if solution is None or solution.status != "feasible" or solution.report.get("enough"):
             return None
         return _Open(policy, seconds, float(solution.lower_bound))

@@ -92,7 +92,8 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
     solution, binds = trail.solution, bool(trail.solution.report.get("rows"))
     with progress.stage("proof"), collector_paused():
         built = replace(trail.built, program=trail.program)
-        step = apart(trail.costs, built, plan.objective, solution.report.get("prices") if binds else None)
+        prices = dict(solution.report.get("prices") or {}) if binds else {}
+        step = apart(trail.costs, built, plan.objective, prices)
         known = solution.choices[step.classes]
         options = within(trail.request.solver, seconds - (time.monotonic() - began))
         most_cells = 0 if binds else CELLS  # prices give a bound, no plan
@@ -102,8 +103,7 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
         if found.report.get("interrupted") or not {"chain", "descent"} & set(found.report):
             return plan  # nothing is known but what was known before
         bound = min(found.lower_bound + step.offset, plan.lower_bound)
-        if binds and trail.request.capacity is not None:
-            prices = dict(solution.report.get("prices") or {})
+        if binds:
             solution.report["priced_bound"] = PricedBound(prices, bound, trail.request.capacity)
         open_gap = solution.objective - bound > CLOSE * solution.objective
         if binds and open_gap and len(step.op_ids) <= NODES:

@@ -188,8 +188,10 @@ class Operations:
     ) -> Any | None:
         """A look-up that XLA would scatter wrongly, added up on all devices before it is cut; None for others."""
         operands, result = layouts
+        if result is None or not along_inner(view):
+            return None
         sums, before = manual.unreduced(rule_for(view), operands) or ((), ())
-        if result is None or not along_inner(view) or all(result[a] == WHOLE for a in sums):
+        if all(result[a] == WHOLE for a in sums):
             return None
         (out,) = compat.bind_equation(op.eqn, args, self.plan.stack(op), self.binder(op))
         return self.plan.constrain(out, op.outputs[0], before)

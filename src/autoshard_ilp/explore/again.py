@@ -21,7 +21,7 @@ import numpy as np
 from autoshard_ilp.attempt import Failure
 from autoshard_ilp.errors import InputShapeError, UnsupportedModelError
 from autoshard_ilp.halving import within
-from autoshard_ilp.kinds import Kept, kinds_of
+from autoshard_ilp.kinds import Kept, Kind, kinds_of
 from autoshard_ilp.pins import Allowed, class_masks, path_shapes, resolve_pins
 
 
@@ -49,6 +49,15 @@ class Problem:
     def allowed(self) -> Allowed:
         """Layouts that pins and baselines leave, per path; absent paths are free."""
         return allowed_layouts(self.request, path_shapes(self.step.graph))
+
+    @cached_property
+    def as_priced(self) -> bool:
+        """Whether the table was priced under the question's own pins: others leave it other strategies."""
+        return self.allowed == allowed_layouts(self.priced, path_shapes(self.step.graph))
+
+    def asked(self, part: Any) -> Problem:
+        """A part of this problem (:class:`~autoshard_ilp.kinds.Kind`) as one of its own; a problem is left as it is."""
+        return replace(self, program=part.program) if isinstance(part, Kind) else part
 
     def kinds(self) -> Iterator[Kept]:
         """What plans of a known kind each may use (:mod:`autoshard_ilp.kinds`)."""

@@ -176,14 +176,14 @@ def explain(plan: Plan, path: str, *, time_limit: float = 60.0, progress: Any = 
     own = leaves[0].layout
     with Progress(progress).running() as shown:
         base, notes = _base(problem, paths, layouts, shown)
-        start, relaxed = _translated(plan, base)
+        known = _translated(plan, base)
         order = sorted(layouts, key=lambda layout: layout != own)
         deadline = time.monotonic() + time_limit
         found = []
         for position, layout in enumerate(order):
             share = max(0.0, deadline - time.monotonic()) / (len(order) - position)
             try:
-                found.append(_alternative(plan, base, (start, relaxed), paths, layout, layout == own, share, shown))
+                found.append(_alternative(plan, base, known, paths, layout, layout == own, share, shown))
             except KeyboardInterrupt:
                 if not found:  # the plan's own layout comes first
                     raise
@@ -250,36 +250,36 @@ def _restricted(request: Any, allowed: Any) -> Any:
     return replace(request, pins=None, restriction=lambda shapes: allowed)
 
 
-def _translated(plan: Plan, base: Problem) -> tuple[list[Any], list[Any]]:
-    """The plan's assignment in the base problem's table, and the best one without a budget where it is known.
+def _translated(plan: Plan, base: Problem) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The plan's assignment in the base problem's table, and the best one without a budget where that is known.
 
-    Either is empty where a strategy is not found again.
+    None where a strategy is not found again.
     """
     trail = plan.trail
     assert trail is not None
-    relaxed = trail.solution.report.get("relaxed")
-    known = [trail.solution.choices], [] if relaxed is None or len(relaxed) != len(trail.costs.classes) else [relaxed]
-    if base.table is trail.costs:
-        return known
-    return _found_again(trail.costs, base.table, known[0]), _found_again(trail.costs, base.table, known[1])
+    old, relaxed = trail.costs, trail.solution.report.get("relaxed")
+    if relaxed is not None and len(relaxed) != len(old.classes):
+        relaxed = None
+    if base.table is old:
+        return trail.solution.choices, relaxed
 
+    def again(choices: np.ndarray) -> np.ndarray | None:
+        chosen = []
+        for cls in base.table.classes:
+            before = int(old.class_of[cls.members[0]])
+            strategy = old.classes[before].strategies[choices[before]]
+            if strategy not in cls.strategies:
+                return None
+            chosen.append(cls.strategies.index(strategy))
+        return np.array(chosen, np.int64)
 
-def _found_again(old: Any, new: Any, known: Sequence[Any]) -> list[Any]:
-    """Assignments of one table in another one."""
-    places = [{s: i for i, s in reversed(list(enumerate(c.strategies)))} for c in new.classes]
-    before = [int(old.class_of[c.members[0]]) for c in new.classes]
-    found = []
-    for choices in known:
-        strategies = [old.classes[b].strategies[choices[b]] for b in before]
-        at = [place.get(strategy) for place, strategy in zip(places, strategies, strict=True)]
-        found += [] if None in at else [np.array(at, np.int64)]
-    return found
+    return again(trail.solution.choices), None if relaxed is None else again(relaxed)
 
 
 def _alternative(
     plan: Plan,
     base: Problem,
-    known_plans: tuple[list[Any], list[Any]],
+    known_plans: tuple[np.ndarray | None, np.ndarray | None],
     paths: Sequence[str],
     layout: Layout,
     chosen: bool,
@@ -296,10 +296,13 @@ def _alternative(
     problem = adapted(base, request, progress)
     same_table = base.table is trail.costs
     start, relaxed = known_plans
-    known = known_from(trail.solution, problem_of(plan), problem) if same_table else Known(tuple(start))
-    if start and relaxed and trail.solution.report.get("prices"):
-        more = put_together(problem, [*relaxed, *start], trail.solution.report["prices"], progress)
-        known = replace(known, plans=(*known.plans, *more))
+    known = Known(() if start is None else (start,))
+    if same_table:
+        known = known_from(trail.solution, problem_of(plan), problem)
+    prices = trail.solution.report.get("prices")
+    if prices and start is not None and relaxed is not None:
+        found, _ = put_together(problem, [relaxed, start], prices, progress)
+        known = known if found is None else replace(known, plans=(*known.plans, found))
     solution = solved(problem, progress, known)
     spec = to_partition_spec(layout, _rank(base, paths[0]), plan.mesh.axis_names)
     if solution.choices is None:

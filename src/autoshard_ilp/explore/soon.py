@@ -12,10 +12,9 @@ from the best one at most. Where that is little, it is an answer.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,6 @@ from autoshard_ilp.explore.again import (
 )
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.halving import FEW_PLANS, Tied, start_of
-from autoshard_ilp.kinds import Kind
 from autoshard_ilp.pins import class_masks
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
@@ -71,62 +69,45 @@ def soon(plan: Plan, request: Any, progress: Progress, others_fit: Callable[[], 
     problem = adapted(own, request, progress)
     if problem.table is not own.table or not narrower(problem.allowed, own.allowed) or others_fit():
         return None  # of plans that were not allowed before, nothing is known
-    search = _Search(problem, progress, known.under(request.capacity))
-    for table, plans in _chances(problem, trail.solution, search):
-        best = search.look(table, plans)
+    bound = known.under(request.capacity)
+    for chance, plans in _chances(problem, trail.solution, progress):
+        best, stopped = put_together(chance, plans, bound.prices, progress)
         if best is not None:
-            return _answer(plan, best, search, time.monotonic() - began)
+            cost = chance.program.cost(best)
+            if stopped or cost - bound.seconds <= ENOUGH * abs(cost):
+                return _answer(plan, chance, best, bound, progress, time.monotonic() - began)
     return None
 
 
 def put_together(
     problem: Problem, plans: Sequence[np.ndarray], prices: Mapping[int, float], progress: Progress
-) -> list[np.ndarray]:
-    """A plan of ``problem`` that is much like some others, the first of which holds most; none where none is found."""
-    search = _Search(problem, progress, PricedBound(prices, -math.inf, problem.request.capacity))
-    best = search.best(problem, plans)
-    return [] if best is None else [best]
+) -> tuple[np.ndarray | None, bool]:
+    """The best plan of a problem that is much like some others, and whether an interrupt has ended the search for it.
 
+    Args:
+        plans: assignments, the first of which holds most.
+        prices: time -> seconds per byte in use then.
 
-@dataclass
-class _Search:
-    """Looks for a plan under what is asked.
+    Returns:
+        None where no such plan fits.
 
-    Attributes:
-        problem: the plan's own, under the question's options.
-        bound: seconds, of every plan.
-        stopped: by an interrupt; then the plan that was found is the answer.
+    Raises:
+        KeyboardInterrupt: and there is no plan to keep.
     """
+    program = problem.program
 
-    problem: Problem
-    progress: Progress
-    bound: PricedBound
-    stopped: bool = False
+    def solve(part: Any, start: np.ndarray | None, seconds: float, **keywords: Any) -> Any:
+        return solved(problem.asked(part), progress, Known(() if start is None else (start,)), seconds, **keywords)
 
-    def solve(self, problem: Any, start: np.ndarray | None, seconds: float, **keywords: Any) -> Any:
-        """As :class:`autoshard_ilp.halving.Solve` wants it."""
-        asked = replace(self.problem, program=problem.program) if isinstance(problem, Kind) else problem
-        return solved(asked, self.progress, Known(() if start is None else (start,)), seconds, **keywords)
-
-    def look(self, problem: Problem, plans: Sequence[np.ndarray]) -> tuple[Problem, np.ndarray] | None:
-        """A problem and the best plan between some of it, if that is an answer."""
-        best = self.best(problem, plans)
-        cost = math.inf if best is None else problem.program.cost(best)
-        enough = self.stopped or cost - self.bound.seconds <= ENOUGH * abs(cost)
-        return (problem, best) if best is not None and enough else None
-
-    def best(self, problem: Problem, plans: Sequence[np.ndarray]) -> np.ndarray | None:
-        """The best plan of a problem between some of it, the first of which holds most; None where none fits."""
-        program = problem.program
-        start = best_known(program, plans)
-        best, self.stopped = best_between(program, plans, self.solve, start, SECONDS, plans[0], self.bound.prices)
-        best = None if best is None or program.peak(best) > program.capacity else best
-        if self.stopped and best is None:
-            raise KeyboardInterrupt
-        return best
+    best, stopped = best_between(program, plans, solve, best_known(program, plans), SECONDS, prices)
+    if best is not None and program.peak(best) > program.capacity:
+        best = None
+    if stopped and best is None:
+        raise KeyboardInterrupt
+    return best, stopped
 
 
-def _chances(problem: Problem, solution: Any, search: _Search) -> Iterator[tuple[Problem, list[np.ndarray]]]:
+def _chances(problem: Problem, solution: Any, progress: Progress) -> Iterator[tuple[Problem, list[np.ndarray]]]:
     """Problems that a plan may be found for, and plans of each, the first of which holds most."""
     tied: Tied | None = solution.report.get("tied")
     relaxed: np.ndarray | None = solution.report.get("relaxed")
@@ -139,14 +120,14 @@ def _chances(problem: Problem, solution: Any, search: _Search) -> Iterator[tuple
     mixed = tied.mixed.under(problem.request.capacity)
     met = [start_of(one.table, table, plan) for plan in mixed.nearest(FEW_PLANS)]
     yield problem, [relaxed, solution.choices, *met]
-    if problem.allowed != replace(problem, request=problem.priced).allowed:
+    if not problem.as_priced:
         return  # a table priced under other pins has other strategies
-    shown = solved(one, search.progress, Known(), SECONDS, mixing=tied.mixed, relaxed=tied.relaxed)
+    shown = solved(one, progress, Known(), SECONDS, mixing=tied.mixed, relaxed=tied.relaxed)
     division = division_of(one.table, shown.report.get("mixture", ()))
     if division is None:
         return
     share, facts = division.first_share, table.facts
-    fine = reprice(problem.step, problem.infos, problem.request, search.progress, share, facts)
+    fine = reprice(problem.step, problem.infos, problem.request, progress, share, facts)
     plans = [tied.relaxed, *shown.report["mixed"].nearest(FEW_PLANS)]
     starts = [start_of(one.table, fine.table, plan) for plan in plans]
     yield fine, [*starts, division.start(one.table, fine.table), start_of(table, fine.table, solution.choices)]
@@ -164,21 +145,22 @@ def of_tied(problem: Problem, tied: Tied) -> Problem | None:
     return replace(problem, table=own.table, built=own.built, program=program)
 
 
-def _answer(plan: Plan, found: tuple[Problem, np.ndarray], search: _Search, seconds: float) -> Plan:
+def _answer(
+    plan: Plan, problem: Problem, choices: np.ndarray, known: PricedBound, progress: Progress, seconds: float
+) -> Plan:
     from autoshard_ilp.program.model import Solution
 
-    problem, choices = found
     trail, program = plan.trail, problem.program
     assert trail is not None
     cost = program.cost(choices)
-    bound = min(search.bound.seconds, cost)
+    bound = min(known.seconds, cost)
     kept = ("tied", "relaxed", "prices", "priced_bound", "without_memory", "free_seconds")
     report: Mapping[str, Any] = {k: v for k, v in trail.solution.report.items() if k in kept}
-    report = {**report, "rows": len(search.bound.prices)}
+    report = {**report, "rows": len(known.prices)}
     if problem.table is not trail.costs:
         report["relaxed"] = start_of(trail.costs, problem.table, trail.solution.report["relaxed"])
     solution = Solution("feasible", choices, cost, bound, program.peak(choices), seconds, report)
-    made = plan_of(problem, solution, search.progress, plan)
+    made = plan_of(problem, solution, progress, plan)
     note = (
         "Answered at once from what the plan's own search has shown: a plan that recomputes as many blocks may be "
         f"faster, by {percent(made.gap)} of the step at most. With solver=SolverOptions(...), the search goes on."

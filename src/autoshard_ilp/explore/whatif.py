@@ -13,7 +13,6 @@ from autoshard_ilp.explore.again import (
     Known,
     Problem,
     adapted,
-    allowed_layouts,
     failure_of,
     known_from,
     narrower,
@@ -26,8 +25,6 @@ from autoshard_ilp.explore.soon import ENOUGH, of_tied, soon
 from autoshard_ilp.fewerblocks import is_infeasible
 from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.halving import Left, cheapest, solve_divided
-from autoshard_ilp.kinds import Kind
-from autoshard_ilp.pins import path_shapes
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.untied import NODES, without_ties
@@ -52,9 +49,10 @@ def what_if(
 
     Every argument that is given *replaces* that option of the plan; the others stay as they were. The answer is that
     of :func:`autoshard_ilp.optimize` with these options, with two exceptions. A large step is not compared with the one
-    without ties (its notes say so). And without ``solver``, where the budget binds and differs by a tenth at most, what
-    the plan's own search has shown is an answer at once if no plan that recomputes as many blocks can be faster by more
-    than one percent; its notes say so, and ``gap`` how much faster.
+    without ties (its notes say so). And without ``solver``, where the budget binds, a plan of a large step will do if
+    none that recomputes as many blocks can be faster by more than one percent; ``gap`` says how much faster. Where the
+    budget differs by a tenth at most, what the plan's own search has shown may be such an answer at once (its notes say
+    so).
 
     Other pins, budgets and objectives use the plan's cost table again, and its proof where the question is a narrower
     one: a proved plan that it still allows is its answer. Another mesh or other hardware prices the step anew.
@@ -246,8 +244,7 @@ def _again(
 
     def solve(problem: Any, start: Any, seconds: float, **keywords: Any) -> Any:
         own = facts if problem is first else Known(() if start is None else (start,))
-        asked = replace(first, program=problem.program) if isinstance(problem, Kind) else problem
-        return solved(asked, progress, own, seconds, **{"cutoff": cutoff, "dear": dear, **keywords})
+        return solved(first.asked(problem), progress, own, seconds, **{"cutoff": cutoff, "dear": dear, **keywords})
 
     tied = None
     if known is not None and first.table is known.problem.table and _same_program(known.problem, first):
@@ -278,8 +275,8 @@ def _again(
 def _same_program(one: Problem, other: Problem) -> bool:
     """Whether two problems with one table have the same program, capacity aside, and tables priced anew have the same
     strategies."""
-    priced = allowed_layouts(other.priced, path_shapes(other.step.graph))
-    return one.request.objective == other.request.objective and one.allowed == other.allowed == priced
+    same = one.request.objective == other.request.objective and one.allowed == other.allowed
+    return same and other.as_priced
 
 
 def _still_infeasible(problem: Problem, known: _Attempt) -> Any:

@@ -21,12 +21,9 @@ class Flips:
     """
 
     def __init__(self, program: Program, prices: Mapping[int, float]) -> None:
-        lt = program.lifetimes
-        seconds = np.zeros(len(lt.owner))  # per byte of a lifetime
-        for time, price in prices.items():
-            seconds += price * ((lt.start <= time) & (time < lt.end))
-        of_nodes = np.bincount(lt.owner[~lt.is_edge], seconds[~lt.is_edge], len(program.nodes))
-        of_edges = np.bincount(lt.owner[lt.is_edge], seconds[lt.is_edge], len(program.edges))
+        by_time = np.zeros(max(int(program.lifetimes.end.max(initial=0)), max(prices, default=-1) + 1))
+        by_time[list(prices)] = list(prices.values())
+        of_nodes, of_edges = program.lifetimes.weights_of_owners(by_time, len(program.nodes), len(program.edges))
         self.costs = [_priced(n.costs, n.bytes, p) for n, p in zip(program.nodes, of_nodes, strict=True)]
         self.tables = [_priced(e.table, e.bytes, p) for e, p in zip(program.edges, of_edges, strict=True)]
         self.edges = program.edges

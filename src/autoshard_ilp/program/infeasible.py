@@ -51,13 +51,9 @@ def weighted_usage(program: Program, weights: np.ndarray) -> Program:
     edge_cost = [np.where(np.isfinite(e.table), 0.0, np.inf) for e in program.edges]
     lt = program.lifetimes
     if len(weights) and weights.any():
-        total = np.concatenate(([0.0], np.cumsum(weights)))
-        held = total[np.asarray(lt.end)] - total[np.asarray(lt.start)]
-        # A difference of sums leaves noise where all weights are zero, which would cost presolve its zeros.
-        held[held <= 1e-14 * total[-1]] = 0.0
-        is_edge, owner = np.asarray(lt.is_edge, bool), np.asarray(lt.owner)
-        for side, costs, owners in ((~is_edge, node_cost, program.nodes), (is_edge, edge_cost, program.edges)):
-            for i, weight in enumerate(np.bincount(owner[side], held[side], len(costs))):
+        of_nodes, of_edges = lt.weights_of_owners(weights, len(node_cost), len(edge_cost))
+        for held, costs, owners in ((of_nodes, node_cost, program.nodes), (of_edges, edge_cost, program.edges)):
+            for i, weight in enumerate(held):
                 own = owners[i].bytes
                 if weight > 0 and own is not None:
                     costs[i] = costs[i] + weight * np.asarray(own, np.float64)

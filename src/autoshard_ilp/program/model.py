@@ -58,6 +58,17 @@ class Lifetimes:
         zero = np.zeros(0, np.int64)
         return Lifetimes(np.zeros(0, bool), zero, zero, zero)
 
+    def weights_of_owners(self, weights: np.ndarray, nodes: int, edges: int) -> tuple[np.ndarray, np.ndarray]:
+        """What a byte of each of ``nodes`` and ``edges`` weighs while it is held, by weights per time step."""
+        total = np.concatenate(([0.0], np.cumsum(weights)))
+        held = total[np.asarray(self.end)] - total[np.asarray(self.start)]
+        # A difference of sums leaves noise where all weights are zero, which would cost presolve its zeros.
+        held[held <= 1e-14 * total[-1]] = 0.0
+        is_edge, owner = np.asarray(self.is_edge, bool), np.asarray(self.owner)
+        sides = ((~is_edge, nodes), (is_edge, edges))
+        of_nodes, of_edges = (np.bincount(owner[side], held[side], count) for side, count in sides)
+        return of_nodes, of_edges
+
     def followed_by(self, is_edge: np.ndarray, owner: np.ndarray, start: np.ndarray, end: np.ndarray) -> Lifetimes:
         """These, and then further ones."""
         more = {"is_edge": is_edge, "owner": owner, "start": start, "end": end}
