@@ -6,8 +6,9 @@ Seen with jaxlib 0.10.2, by compiling each primitive alone with the shardings of
   XLA (CPU, GPU and TPU) adds the partial results over *all* devices, so the gradient is multiplied by the size of
   the other axis. This is a wrong result, not a slow one: see the tests.
 * A convolution whose windows lie side by side (patches; 1x1, stride 2), an image dimension sharded over one mesh axis
-  and the output features over a larger or equal one: XLA (all platforms) adds the results over the second axis, where
-  they are the same, and returns a multiple of the right value. Wrong again, and silently.
+  and the output features over a larger or equal one: XLA adds the results over the second axis, where they are the
+  same, and returns a multiple of the right value. Wrong again, and silently: seen on CPU, and what is compiled for
+  H100 and TPU v5e has the same all-reduce.
 * Convolutions in groups of several features: XLA:CPU and XLA:GPU gather the whole input, whatever is sharded.
 * ``top_k``, ``fft`` and the right-hand sides of ``triangular_solve``: XLA:CPU and XLA:GPU gather the batch dimensions.
 * cuDNN's flash attention: jax's own partitioning refuses layouts that differ between queries, keys and values.
