@@ -65,6 +65,12 @@ WITHOUT_TURNED_PRODUCTS = frozenset({"cpu"})
 """Platforms that make one product of a product and a transposition of its result after they have looked for dtypes that
 they cannot multiply. XLA:CPU then stops at 16-bit operands with a 32-bit result; a scatter transposes such results."""
 
+SPLIT_PRODUCTS = frozenset({"gpu"})
+"""Platforms that split products of few tiles along the contraction (:mod:`autoshard_ilp.costs.splitk`). A look at one
+element of such a product adds that element's pieces up; all others lie there, several times the result, until something
+reads the whole. Behind a barrier the look reads the sum (compiled for 8 H100s: 36 to 25 MB of temporaries at the peak of
+a diffusion transformer's small backward pass, from the same kernels)."""
+
 SENT_IN_PIECES = frozenset({"cpu"})
 """Platforms that cut the operand of an all-to-all into slices before arrays have layouts in memory. A slice of padding
 then becomes a constant, one beside it what a transposition made, and XLA:CPU refuses operands laid out differently."""
@@ -168,7 +174,9 @@ def run(
         params[LOCAL[op.primitive]] = local_shape(op.out_shapes[0], before, sizes)
 
     slice_shape = whole_slice(mesh)
-    kept = platform_of(mesh) in WITHOUT_TURNED_PRODUCTS and op.primitive == "dot_general" and _widens(op)
+    platform = platform_of(mesh)
+    kept = platform in WITHOUT_TURNED_PRODUCTS and op.primitive == "dot_general" and _widens(op)
+    kept = kept or (looked_at and platform in SPLIT_PRODUCTS)
 
     def one_device(*parts: Any) -> Any:
         whole = [part[0] if PARTIAL in layout else part for part, layout in zip(parts, operands, strict=True) if layout]

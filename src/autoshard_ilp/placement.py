@@ -110,7 +110,8 @@ def decisions(
         graph: of the step.
         placement: of its operations.
         room_bytes: what the budget leaves above the predicted peak; None: plenty. Gathers of the forward pass whose
-            copies take more are not to begin before their reader's other operand is there.
+            copies take more are not to begin before their reader's other operand is there, and the backward pass does
+            not go on before it has computed sums over arrays that take more.
         axis_sizes: devices along each mesh axis.
     """
     from autoshard_ilp.apply import Decisions
@@ -127,10 +128,11 @@ def decisions(
                 results[op.id, j] = layout
     regather = frozenset(op.id for op in graph.ops if _gathers_again(graph, op, placement))
     via = {(op_id, operand): layouts for op_id, operand, layouts in placement.via}
-    waits: frozenset[tuple[int, int]] = frozenset()
+    waits, sums = frozenset[tuple[int, int]](), frozenset[int]()
     if room_bytes is not None:
         waits = frozenset(_large_gathers(graph, operands, results, room_bytes, axis_sizes))
-    return Decisions(operands, results, regather, via, waits)
+        sums = frozenset(_large_sums(graph, operands, room_bytes, axis_sizes))
+    return Decisions(operands, results, regather, via, waits, sums)
 
 
 def _large_gathers(
@@ -163,6 +165,28 @@ def _large_gathers(
         early += copy_bytes
         if early > room_bytes and copy_bytes >= MIN_COPY_BYTES:
             yield op_id, i
+
+
+def _large_sums(
+    graph: Graph, operands: Mapping[tuple[int, int], Layout], room_bytes: int, axis_sizes: Sequence[int]
+) -> Iterator[int]:
+    """Ids of sums of the backward pass that must not be put off: all but those over the smallest arrays, which take
+    ``room_bytes`` on a device together."""
+    from autoshard_ilp.order import SAME_VALUES, sums_put_off
+
+    over: dict[int, list[int]] = {}  # array -> sums over it
+    held: dict[int, int] = {}
+    for op in sums_put_off(graph):
+        t, layout = graph.tensors[op.inputs[0]], operands.get((op.id, 0))
+        if layout is not None:
+            source = graph.behind(t.id, SAME_VALUES)
+            over.setdefault(source, []).append(op.id)
+            held[source] = max(held.get(source, 0), local_bytes(t.shape, t.itemsize, layout, axis_sizes))
+    late = 0
+    for source in sorted(held, key=lambda array: (held[array], array)):
+        late += held[source]
+        if late > room_bytes:
+            yield from over[source]
 
 
 def _gathers_again(graph: Graph, op: Op, placement: Placement) -> bool:

@@ -23,6 +23,7 @@ class Decisions:
             changes at once may gather the whole tensor; one step at a time it does what was priced.
         waits: (op id, operand index) of gathers in the forward pass that begin only once the op's other operand is
             there, so that the copy is held for less long.
+        sums: ids of gradients of biases and the like that the backward pass waits for (:mod:`autoshard_ilp.order`).
     """
 
     operands: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
@@ -30,6 +31,7 @@ class Decisions:
     regather: frozenset[int] = frozenset()
     via: Mapping[tuple[int, int], tuple[Layout, ...]] = field(default_factory=dict)
     waits: frozenset[tuple[int, int]] = frozenset()
+    sums: frozenset[int] = frozenset()
 
 
 def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:

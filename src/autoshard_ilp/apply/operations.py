@@ -16,6 +16,7 @@ from autoshard_ilp.apply.planned import Planned
 from autoshard_ilp.apply.values import Frame, Values
 from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.precision import added_up_wide
+from autoshard_ilp.costs.primitives import PRODUCTS
 from autoshard_ilp.graph import Op
 from autoshard_ilp.lookup import along_inner, look_up
 from autoshard_ilp.order import SCATTERED_ONLY
@@ -82,6 +83,8 @@ class Operations:
         if not waited and self.plan.platform in SCATTERED_ONLY:
             return
         if at is not None and (alone or not sums or own):
+            if op.primitive in PRODUCTS and self.plan.platform in manual.SPLIT_PRODUCTS:
+                value = frame.values[op.outputs[0]] = jax.lax.optimization_barrier(value)
             looked_at = value.astype(jnp.float32) if wide else value
             frame.computed[op.id] = ties.never(looked_at, at.spec, self.plan.mesh)
 

@@ -14,6 +14,7 @@ from autoshard_ilp.apply.decisions import Decisions, mark
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.precision import cast_before_collectives, rounded_lookups
+from autoshard_ilp.costs.splitk import kept_in_pieces
 from autoshard_ilp.costs.tiles import LANES, whole_rows
 from autoshard_ilp.cuts import computed_as_read
 from autoshard_ilp.finished import updates_waited_for
@@ -44,7 +45,11 @@ class Planned:
         self.gradients = _gradients(graph) if platform == "tpu" else frozenset()
         self.updates = waiting_updates(graph, platform)
         self.order = updates_waited_for(
-            graph, order_of(graph, platform), self.updates, platform, lambda op: not self.partial_sums(op)[0]
+            graph,
+            order_of(graph, platform, decisions.sums),
+            self.updates,
+            platform,
+            lambda op: not self.partial_sums(op)[0],
         )
         self.readers = frozenset(wait.reader for wait in self.updates.values())
         self.casts = cast_before_collectives(graph) if platform == "gpu" else ("",) * len(graph.ops)
@@ -52,11 +57,19 @@ class Planned:
         self.broadcasts = unequal_broadcasts(graph, platform, self.layout)
         self.as_read = computed_as_read(graph, platform)
         self.pieces = ties.pieces_of_activations(graph, platform)
-        self.apart = met_by_random_bits(graph) if platform == "tpu" else frozenset()
+        self.apart = self._apart()
         self.schedule = [self.order.of(items) for items in graph.schedule()]
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
         self._latest: dict[int, int] | None = None
         self._known: list[bool] | None = None
+
+    def _apart(self) -> frozenset[int]:
+        """Tensors that a barrier stands behind: XLA would compute what reads them from something larger."""
+        if self.platform == "gpu":
+            return kept_in_pieces(
+                self.graph, self.operand_layouts, [self.mesh.shape[name] for name in self.axis_names]
+            )
+        return met_by_random_bits(self.graph) if self.platform == "tpu" else frozenset()
 
     def stack(self, op: Op) -> Any:
         """The name stack under which ``op`` runs."""

@@ -14,12 +14,15 @@ within one and a half times the cores, and no piece shorter than 128.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.padding import shape_on_device
 from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.sharding import Layout
 from autoshard_ilp.strategies import Strategy
 
 TILE = 128
@@ -61,33 +64,74 @@ def split_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes
         axis_sizes: devices along each mesh axis.
     """
     held = np.zeros(len(strategies), np.int64)
+    for i, strategy in enumerate(strategies):
+        split = _split(graph, op, strategy.operands, axis_sizes)
+        if split is None:
+            continue
+        # The sum is written only after them.
+        held[i] = split.elements * (split.pieces * ACCUMULATOR_BYTES - graph.tensors[op.outputs[0]].itemsize)
+        narrowest = min(math.ceil(graph.tensors[t].itemsize) for t in op.inputs)
+        if split.contracted % (split.pieces * VECTOR_BYTES // narrowest):
+            held[i] += sum(
+                math.prod(s) * math.ceil(graph.tensors[t].itemsize) for s, t in zip(split.sides, op.inputs, strict=True)
+            )
+    return held
+
+
+def kept_in_pieces(
+    graph: Graph, operand_layouts: Callable[[Op], Sequence[Layout | None]], axis_sizes: Sequence[int]
+) -> frozenset[int]:
+    """Results of products of the forward pass that XLA:GPU would keep in pieces until the backward pass.
+
+    Where the forward and the backward pass each read the sum of the pieces in one kernel, each adds them up for itself.
+
+    Args:
+        graph: of the step, hubs included.
+        operand_layouts: in which an operation reads its operands.
+        axis_sizes: devices along each mesh axis.
+    """
+    split = [
+        op
+        for op in graph.ops
+        if op.phase == "forward" and not op.region and _split(graph, op, operand_layouts(op), axis_sizes)
+    ]
+    backward = [op.id for op in graph.ops if op.phase == "backward" and not op.region]
+    if not split or not backward:
+        return frozenset()
+    buffers = analyse(graph, "gpu")
+    begins = int(buffers.time[backward].min())
+    return frozenset(t for op in split for t in op.outputs if buffers.stored[t] and buffers.last_use[t] >= begins)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A product on one device, and in how many pieces it is computed."""
+
+    pieces: int
+    elements: int
+    contracted: int
+    sides: Sequence[Sequence[int]]
+
+
+def _split(graph: Graph, op: Op, operands: Sequence[Layout | None], axis_sizes: Sequence[int]) -> _Split | None:
+    """How an operation is split whose operands are laid out so; None where it is not."""
     if op.primitive != "dot_general" or not all(
         graph.tensors[t].dtype.startswith(("float", "bfloat")) for t in op.inputs
     ):
-        return held
+        return None
+    left, right = operands
+    if left is None or right is None:
+        return None
     contract, batch = op.params["dimension_numbers"]
-    for i, strategy in enumerate(strategies):
-        if strategy.operands[0] is None or strategy.operands[1] is None:
-            continue
-        sides = [
-            shape_on_device(graph.tensors[t].shape, layout, axis_sizes)
-            for t, layout in zip(op.inputs, strategy.operands, strict=True)
-            if layout is not None
-        ]
-        rows, columns = (
-            math.prod(n for d, n in enumerate(shape) if d not in c and d not in b)
-            for shape, c, b in zip(sides, contract, batch, strict=True)
-        )
-        blocks = math.prod(sides[0][d] for d in batch[0])
-        contracted = math.prod(sides[0][d] for d in contract[0])
-        n = pieces(blocks, rows, columns, contracted)
-        if n == 1 or min(rows, columns) == 1:
-            continue
-        # The sum is written only after them.
-        held[i] = blocks * rows * columns * (n * ACCUMULATOR_BYTES - graph.tensors[op.outputs[0]].itemsize)
-        narrowest = min(math.ceil(graph.tensors[t].itemsize) for t in op.inputs)
-        if contracted % (n * VECTOR_BYTES // narrowest):
-            held[i] += sum(
-                math.prod(s) * math.ceil(graph.tensors[t].itemsize) for s, t in zip(sides, op.inputs, strict=True)
-            )
-    return held
+    sides = [
+        shape_on_device(graph.tensors[t].shape, layout, axis_sizes)
+        for t, layout in zip(op.inputs, (left, right), strict=True)
+    ]
+    rows, columns = (
+        math.prod(n for d, n in enumerate(shape) if d not in c and d not in b)
+        for shape, c, b in zip(sides, contract, batch, strict=True)
+    )
+    blocks = math.prod(sides[0][d] for d in batch[0])
+    contracted = math.prod(sides[0][d] for d in contract[0])
+    n = pieces(blocks, rows, columns, contracted)
+    return None if n == 1 or min(rows, columns) == 1 else _Split(n, blocks * rows * columns, contracted, sides)

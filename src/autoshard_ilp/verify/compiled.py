@@ -16,6 +16,8 @@ _NO_TOOLCHAIN = ("libdevice", "ptxas", "nvlink", "nvjitlink")
 _OUT_OF_MEMORY = ("resource_exhausted", "ran out of memory", "out of memory")
 #: "Used 18.31G of 15.75G hbm", "memory required for HLO temporaries (128.06G) exceeds available HBM (15.75G)"
 _NEEDED = re.compile(r"(?:Used |temporaries \()([\d.]+)([KMGT]?)")
+_NO_TRITON_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
+_NO_TRITON_NORMALISATIONS = {"xla_disable_hlo_passes": "triton-softmax-rewriter"}
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -58,7 +60,8 @@ def compile_planned(plan: Any, mesh: Any | None = None, *, compiler_options: Map
 def _compile(lowered: Any, options: dict[str, Any]) -> Any:
     """Compiles; once more without XLA:GPU's Triton products where these find no tiles, as happens for odd sizes.
 
-    Without a GPU nothing can try which tiles work, and XLA's own choice may not fit the shape. Nor can a compiler alone
+    Without a GPU nothing can try which tiles work, and XLA's own choice may not fit the shape. Of a normalisation over
+    what is stacked, a kernel may be made that Triton itself refuses (``scf.if``; Gemma 3n). Nor can a compiler alone
     load a program that jax has been told to keep on disk (``JAX_COMPILATION_CACHE_DIR``): jax warns and compiles again,
     and there is nothing to be done about it.
     """
@@ -67,9 +70,11 @@ def _compile(lowered: Any, options: dict[str, Any]) -> Any:
         try:
             return lowered.compile(compiler_options=options)
         except Exception as error:
-            if "tile" not in str(error) or "xla_gpu_autotune_level" not in options:
+            known = any(word in str(error).lower() for word in (*_NO_TOOLCHAIN, *_OUT_OF_MEMORY))
+            if known or "xla_gpu_autotune_level" not in options:
                 raise
-            return lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False})
+            without = _NO_TRITON_NORMALISATIONS if "scf.if" in str(error) else _NO_TRITON_PRODUCTS
+            return lowered.compile(compiler_options={**options, **without})
 
 
 def _explained(error: Exception) -> Exception | None:
