@@ -19,6 +19,7 @@ from autoshard_ilp.apply import Decisions, operations, planned_function
 from autoshard_ilp.costs.heap import REPORTED
 from autoshard_ilp.graph import Graph, build_graph, insert_hubs
 from autoshard_ilp.order import order_of
+from autoshard_ilp.placement import decisions
 from autoshard_ilp.report import held_bytes
 from autoshard_ilp.verify import compile_only_mesh, parse_target
 from compiled import needs_cuda, needs_tpu
@@ -313,3 +314,36 @@ def test_logits_are_freed_by_the_backward_pass_on_tpu() -> None:
     held = [held_bytes(built, i, choices) for i in range(len(built.program.lifetimes.owner))]
     holes = 1 + REPORTED * autoshard.profile("tpu-v5e").heap_loss_share
     assert held.count(math.ceil(512 * 32768 * holes)) >= 3
+
+
+def biased_layers(biases: Any, w: Any, x: Any) -> Any:
+    """New biases of an MLP whose layers share one kernel that is not trained."""
+
+    def loss(biases: Any) -> Any:
+        y = x
+        for b in biases:
+            y = jnp.tanh(y @ w + b)
+        return jnp.sum(y * y)
+
+    return [b - g for b, g in zip(biases, jax.grad(loss)(biases), strict=True)]
+
+
+def plan_of_biased_layers() -> Any:
+    biases = [jax.ShapeDtypeStruct((WIDTH,), "float32")] * LAYERS
+    w, x = (jax.ShapeDtypeStruct((rows, WIDTH), "float32") for rows in (WIDTH, ROWS))
+    pins = {"args/1": (None, None), "args/2": ("data",)}
+    return autoshard.optimize_fn(biased_layers, (biases, w, x), {"data": 8}, hardware="h100", progress=False, pins=pins)
+
+
+def test_sums_wait_on_gpu_where_the_budget_leaves_no_room_to_put_them_off() -> None:
+    plan = plan_of_biased_layers()
+    graph, one = plan.trail.graph, ROWS // 8 * WIDTH * 4
+    sums = {op.id for op in order.sums_put_off(graph)}
+    assert len(sums) == LAYERS and not plan.decisions().sums
+
+    def waited(room: int) -> frozenset[int]:
+        return decisions(graph, plan.placement, room_bytes=room, axis_sizes=(8,)).sums
+
+    assert waited(0) == sums and waited(LAYERS * one) == frozenset()
+    assert len(waited(2 * one)) == LAYERS - 2
+    assert order_of(graph, "gpu", waited(0)).sums and not order_of(graph, "gpu").sums

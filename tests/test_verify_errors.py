@@ -169,7 +169,15 @@ def test_programs_that_jax_keeps_on_disk_are_compiled_again(plan, cache_of_progr
     assert first.compiled_peak_bytes == second.compiled_peak_bytes
 
 
-def test_gpu_products_without_tiles_are_compiled_another_way(plan, monkeypatch):
+@pytest.mark.parametrize(
+    ("refusal", "without"),
+    [
+        ("INTERNAL: Couldn't find output tile sizes that satisfy hlo", {"xla_gpu_enable_triton_gemm": False}),
+        ("UNKNOWN: 'scf.if' op along control flow edge", {"xla_disable_hlo_passes": "triton-softmax-rewriter"}),
+    ],
+    ids=["products", "normalisations"],
+)
+def test_kernels_that_triton_refuses_are_compiled_another_way(plan, refusal, without):
     """XLA:GPU without a GPU cannot try which Triton tiles fit; for some odd sizes its own choice does not."""
     asked = []
 
@@ -177,7 +185,7 @@ def test_gpu_products_without_tiles_are_compiled_another_way(plan, monkeypatch):
         def compile(self, compiler_options):
             asked.append(compiler_options)
             if len(asked) == 1:
-                raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that satisfy hlo")
+                raise jax.errors.JaxRuntimeError(refusal)
             return plan.jit().lower(*plan.abstract_args()).compile()
 
     from autoshard_ilp.verify.compiled import compile_planned
@@ -186,5 +194,5 @@ def test_gpu_products_without_tiles_are_compiled_another_way(plan, monkeypatch):
     compile_planned(jitted, compiler_options={"xla_gpu_autotune_level": 0})
     assert asked == [
         {"xla_gpu_autotune_level": 0},
-        {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
+        {"xla_gpu_autotune_level": 0, **without},
     ]

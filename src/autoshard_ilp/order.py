@@ -13,9 +13,9 @@ Nor does anything wait for the gradients of biases and scales, which are sums. X
 step, and holds what they sum up until then: cotangents, also gathered ones; for the layer that makes the logits these
 themselves, since their gradient is never written (a language model of two layers: 67 of 224 MB of HBM at the peak). So
 the backward pass waits for such sums, as each device has them; for those over the gradient of the logits its first
-product does. XLA:GPU puts sums off, too, and adds several of them up in one kernel, which is quicker (BERT's step on one
-H100 took 91.0 ms with, and 89.8 without waiting); so only those are waited for there that the budget leaves no room to
-put off (``placement.py``). Compiled for 8 H100s under tight budgets: two layers of DeBERTa 173 -> 161 MB, of XLNet
+product does. XLA:GPU puts sums off, too, and adds several of them up in one kernel, which is quicker (BERT's step on
+one H100 took 91.0 ms with, and 89.8 without waiting); so only those are waited for there that the budget leaves no room
+to put off (``placement.py``). Compiled for 8 H100s under tight budgets: two layers of DeBERTa 173 -> 161 MB, of XLNet
 126 -> 119.
 
 Nothing waits for a metric either. XLA:TPU computes the accuracy of a language model at the end of the step, and holds
@@ -133,7 +133,7 @@ def order_of(graph: Graph, platform: str, late_sums: Collection[int] = ()) -> Or
 
 
 def sums_put_off(graph: Graph) -> Iterator[Op]:
-    """Sums of the backward pass, over large arrays, that a scheduler may compute late: gradients of biases and scales."""
+    """Sums over large arrays that a scheduler may compute after the backward pass: gradients of biases and scales."""
     only = only_updates_read(graph)
     return (op for op in graph.ops if _is_late_sum(graph, op, only))
 
