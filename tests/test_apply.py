@@ -470,6 +470,19 @@ def test_batches_are_not_gathered_inside_loops() -> None:
     assert not parse_collectives(compiled.as_text())
 
 
+def test_reductions_begin_once_with_their_initial_value() -> None:
+    """Each device has one row of what the all-to-all brings, which XLA concatenates."""
+
+    def total(x: jax.Array) -> jax.Array:
+        return jax.lax.reduce(x, np.float32(2), lambda a, b: a + b, (2,))
+
+    x = np.ones((4, 96, 96), "float32")
+    options = dict(hardware="cpu-host", progress=False, pins={"args/0": (None, None, "data"), "outputs": ("data",)})
+    plan = autoshard.optimize_fn(total, (x,), {"data": 4}, **options)
+    assert plan.collectives  # the reduced dimension arrives sharded
+    np.testing.assert_array_equal(plan.jit()(x), np.full((4, 96), 98, "float32"))
+
+
 def test_local_operations_keep_their_names() -> None:
     def f(x: jax.Array) -> Any:
         with jax.named_scope("router"):

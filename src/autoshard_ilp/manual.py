@@ -68,8 +68,8 @@ they cannot multiply. XLA:CPU then stops at 16-bit operands with a 32-bit result
 SPLIT_PRODUCTS = frozenset({"gpu"})
 """Platforms that split products of few tiles along the contraction (:mod:`autoshard_ilp.costs.splitk`). A look at one
 element of such a product adds that element's pieces up; all others lie there, several times the result, until something
-reads the whole. Behind a barrier the look reads the sum (Flux of small width under a tight budget, compiled for 8 H100s:
-51.5 to 44.6 MB of temporaries, by as many kernels)."""
+reads the whole. Behind a barrier the look reads the sum (Flux of small width under a tight budget, compiled for eight
+H100s: 51.5 to 44.6 MB of temporaries, by as many kernels)."""
 
 SENT_IN_PIECES = frozenset({"cpu"})
 """Platforms that cut the operand of an all-to-all into slices before arrays have layouts in memory. A slice of padding

@@ -57,6 +57,10 @@ class Operations:
             args = [self.in_order(frame, op, i, self.values.read(frame, op, i)) for i in range(len(op.inputs))]
             if op.primitive == "conv_general_dilated":
                 args = self.whole_windows(op, args)
+            if op.primitive == "reduce" and len(args) == 2:
+                # XLA reduces the parts of a concatenation, in which an all-to-all may end, one by one, and begins every
+                # time with the initial value: wrong for any but the identity.
+                args[0] = jax.lax.optimization_barrier(args[0])
             args = within_bounds(self.graph.view(op), args, self.plan.mesh.size)
         if op.primitive == "optimization_barrier":
             outs = list(jax.lax.optimization_barrier(tuple(args)))
