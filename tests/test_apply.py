@@ -477,8 +477,8 @@ def test_reductions_begin_once_with_their_initial_value() -> None:
         return jax.lax.reduce(x, np.float32(2), lambda a, b: a + b, (2,))
 
     x = np.ones((4, 96, 96), "float32")
-    options = dict(hardware="cpu-host", progress=False, pins={"args/0": (None, None, "data"), "outputs": ("data",)})
-    plan = autoshard.optimize_fn(total, (x,), {"data": 4}, **options)
+    pins = {"args/0": (None, None, "data"), "outputs": ("data",)}
+    plan = autoshard.optimize_fn(total, (x,), {"data": 4}, hardware="cpu-host", progress=False, pins=pins)
     assert plan.collectives  # the reduced dimension arrives sharded
     np.testing.assert_array_equal(plan.jit()(x), np.full((4, 96), 98, "float32"))
 

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
+from autoshard_ilp import stacks
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.padding import masked_copies
 from autoshard_ilp.graph import Graph, build_graph, insert_hubs
@@ -282,3 +283,31 @@ def test_updates_that_multiply_matrices_follow_one_another() -> None:
     few, many = (autoshard.optimize(build(n), {"data": 2, "model": 4}, **options) for n in (2, 8))
     assert few.memory.peak_bytes == many.memory.peak_bytes
     assert 0.9 < compiled_peak(many) / many.memory.peak_bytes < 1.2
+
+
+def of_matrices(x: Any, w: Any) -> Any:
+    """Gradient of a recurrence whose state is a matrix per head, updated by outer products and by a product."""
+
+    def step(state: Any, xt: Any) -> Any:
+        state = jnp.einsum("bhij,hjk->bhik", state, w) + xt[..., :, None] * xt[..., None, :]
+        return state, jnp.einsum("bhij,bhj->bhi", state, xt)
+
+    def loss(x: Any) -> Any:
+        start = jnp.zeros((*x.shape[1:], x.shape[-1]), x.dtype)
+        return jnp.sum(jax.lax.scan(step, start, x)[1] ** 2)
+
+    return jax.grad(loss)(x)
+
+
+@needs_cuda
+def test_stacks_of_matrices_are_read_as_they_were_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, batch, heads, width = 64, 16, 8, 64
+    shapes = (steps, batch, heads, width), (heads, width, width)
+    args = tuple(jax.ShapeDtypeStruct(s, "float32") for s in shapes)
+    pins = {"args/0": (None, "data"), "args/1": (None, None, None)}
+    plan = autoshard.optimize_fn(of_matrices, args, {"data": 8}, hardware="h100", progress=False, pins=pins)
+    now = plan.verify("h100:8").compiled_peak_bytes
+    monkeypatch.setattr(stacks, "PLATFORMS", frozenset())
+    before = plan.verify("h100:8").compiled_peak_bytes
+    assert before - now > 0.9 * steps * batch // 8 * heads * width * width * 4
+    assert now == pytest.approx(plan.memory.peak_bytes, rel=0.05)

@@ -72,9 +72,7 @@ def two_streams(weights: Any, x: Any) -> Any:
         y = x
         for layer in weights:
             streams = y[:, : TOKENS // 2], y[:, TOKENS // 2 :]
-            blocks = [
-                s + gate * (jnp.tanh(s @ up) @ down) for s, (up, down, gate) in zip(streams, layer, strict=True)
-            ]
+            blocks = [s + gate * (jnp.tanh(s @ up) @ down) for s, (up, down, gate) in zip(streams, layer, strict=True)]
             y = jnp.concatenate(blocks, axis=1)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
         return jnp.sum(y * y)

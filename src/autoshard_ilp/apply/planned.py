@@ -24,6 +24,7 @@ from autoshard_ilp.order import SCATTERED_ONLY, order_of
 from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.sharding import PARTIAL, Layout, divides, local_bytes, local_shape, to_partition_spec
+from autoshard_ilp.stacks import stacks_of_matrices
 
 
 class Planned:
@@ -57,6 +58,7 @@ class Planned:
         self.broadcasts = unequal_broadcasts(graph, platform, self.layout)
         self.as_read = computed_as_read(graph, platform)
         self.pieces = ties.pieces_of_activations(graph, platform)
+        self.stacks = stacks_of_matrices(graph, platform)
         self.apart = self._apart()
         self.schedule = [self.order.of(items) for items in graph.schedule()]
         self.shardings: dict[tuple[Layout, int], NamedSharding] = {}
@@ -66,9 +68,7 @@ class Planned:
     def _apart(self) -> frozenset[int]:
         """Tensors that a barrier stands behind: XLA would compute what reads them from something larger."""
         if self.platform == "gpu":
-            return kept_in_pieces(
-                self.graph, self.operand_layouts, [self.mesh.shape[name] for name in self.axis_names]
-            )
+            return kept_in_pieces(self.graph, self.operand_layouts, [self.mesh.shape[name] for name in self.axis_names])
         return met_by_random_bits(self.graph) if self.platform == "tpu" else frozenset()
 
     def stack(self, op: Op) -> Any:
@@ -106,18 +106,31 @@ class Planned:
 
         XLA:TPU would rather copy the variable and its optimizer's slots into the order that the product which makes the
         gradient likes, hold all copies at once, and copy the new values back. Variables of whole tiles are stored row
-        by row; others are left alone. Asked for device by device: on a mesh of three axes the partitioner gathers the
-        whole gradient for it.
+        by row; others are left alone.
         """
         layout, shape = self.layout(tensor), self.graph.tensors[tensor].shape
         if tensor not in self.gradients or layout is None or PARTIAL in layout:
             return value
+        local = local_shape(shape, layout, [self.mesh.shape[name] for name in self.axis_names])
+        if local[-1] % LANES or local[-2] != whole_rows(local[-2]):
+            return value
+        return self._row_by_row(value, tensor)
+
+    def _row_by_row(self, value: Any, tensor: int) -> Any:
+        """``value`` with its last dimension minor in memory, where every device has an equal part.
+
+        Asked for device by device: on a mesh of three axes the partitioner gathers the whole array for it.
+        """
+        layout, shape = self.layout(tensor), self.graph.tensors[tensor].shape
         sizes = [self.mesh.shape[name] for name in self.axis_names]
-        local = local_shape(shape, layout, sizes)
-        if local[-1] % LANES or local[-2] != whole_rows(local[-2]) or not divides(shape, layout, sizes):
+        if layout is None or PARTIAL in layout or not divides(shape, layout, sizes):
             return value
         spec = to_partition_spec(layout, len(shape), self.axis_names)
         return jax.shard_map(compat.row_major, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(value)
+
+    def as_stacked(self, value: Any, op: Op, tensor: int) -> Any:
+        """What a loop stacks up, or reads of a stack, in the order of dimensions in which both do (``stacks.py``)."""
+        return self._row_by_row(value, tensor) if op.id in self.stacks else value
 
     def anchor(self, op: Op) -> int | None:
         """The gradient that the backward pass has reached before ``op`` may run (:func:`ties.anchors`)."""
