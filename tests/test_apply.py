@@ -470,12 +470,15 @@ def test_batches_are_not_gathered_inside_loops() -> None:
     assert not parse_collectives(compiled.as_text())
 
 
-def test_reductions_begin_once_with_their_initial_value() -> None:
+def window_total(x: jax.Array) -> jax.Array:
+    return jax.lax.reduce_window(x, np.float32(2), jax.lax.add, (1, 1, x.shape[2]), (1, 1, 1), "VALID")[..., 0]
+
+
+@pytest.mark.parametrize(
+    "total", [lambda x: jax.lax.reduce(x, np.float32(2), lambda a, b: a + b, (2,)), window_total], ids=["all", "window"]
+)
+def test_reductions_begin_once_with_their_initial_value(total: Callable[..., Any]) -> None:
     """Each device has one row of what the all-to-all brings, which XLA concatenates."""
-
-    def total(x: jax.Array) -> jax.Array:
-        return jax.lax.reduce(x, np.float32(2), lambda a, b: a + b, (2,))
-
     x = np.ones((4, 96, 96), "float32")
     pins = {"args/0": (None, None, "data"), "outputs": ("data",)}
     plan = autoshard.optimize_fn(total, (x,), {"data": 4}, hardware="cpu-host", progress=False, pins=pins)

@@ -22,6 +22,8 @@ that an all-reduce of one number per row combines: the extreme, and the first pl
 
     argmax(x) = min over places where x == max(x) or x != x
 
+(XLA:CPU's all-reduce of maxima drops a NaN of another device; of an array with NaNs, the maximum's place may come out.)
+
 **Outer products**, ``dot_general`` over contracting dimensions of size 1 (what reaches the layer before a ``Dense(1)``
 in the backward pass) are multiplied element by element. XLA:TPU computes a product that the plan wants whole by parts,
 and gathers it, for the sake of its arithmetic (14.7 MB where 14 kB of the kernel were planned, 1.8 of a step's bytes).

@@ -57,7 +57,7 @@ class Operations:
             args = [self.in_order(frame, op, i, self.values.read(frame, op, i)) for i in range(len(op.inputs))]
             if op.primitive == "conv_general_dilated":
                 args = self.whole_windows(op, args)
-            if op.primitive == "reduce" and len(args) == 2:
+            if op.primitive in ("reduce", "reduce_window") and len(args) == 2:
                 # XLA reduces the parts of a concatenation, in which an all-to-all may end, one by one, and begins every
                 # time with the initial value: wrong for any but the identity.
                 args[0] = jax.lax.optimization_barrier(args[0])
