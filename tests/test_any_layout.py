@@ -150,3 +150,11 @@ def test_slices_and_updates_out_of_range_of_a_slice():
     for seed in (0, 1):
         got = plan_at_random(fn, args, TWO, seed, strict=True).jit()(*args)
         jax.tree.map(np.testing.assert_allclose, got, expected)
+
+
+@pytest.mark.parametrize(
+    ("fn", "seeds"), [(lambda k: 3 * k, (22, 36)), (lambda k: (3 * k + 1) * 2 - k, (6, 9, 22))], ids=["once", "twice"]
+)
+def test_whole_numbers_of_one_element_per_device_are_multiplied(fn, seeds):
+    """XLA's simplifier loses such a product between two slices of it."""
+    check(fn, (integers(9, 8) - 4,), {"a": 2, "b": 2, "c": 2}, seeds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,10 +58,7 @@ class Operations:
             args = [self.in_order(frame, op, i, self.values.read(frame, op, i)) for i in range(len(op.inputs))]
             if op.primitive == "conv_general_dilated":
                 args = self.whole_windows(op, args)
-            if op.primitive in ("reduce", "reduce_window") and len(args) == 2:
-                # XLA reduces the parts of a concatenation, in which an all-to-all may end, one by one, and begins every
-                # time with the initial value: wrong for any but the identity.
-                args[0] = jax.lax.optimization_barrier(args[0])
+            args = self.not_simplified(op, args)
             args = within_bounds(self.graph.view(op), args, self.plan.mesh.size)
         if op.primitive == "optimization_barrier":
             outs = list(jax.lax.optimization_barrier(tuple(args)))
@@ -72,6 +70,21 @@ class Operations:
             for j, out in enumerate(outs):
                 self.values.write(frame, op, j, out)
             self.note_computed(op, frame)
+
+    def not_simplified(self, op: Op, args: list[Any]) -> list[Any]:
+        """Operands of ``op``, some behind a barrier: XLA's algebraic simplifier makes other numbers of two programs.
+
+        It reduces the parts of a concatenation, in which an all-to-all may end, one by one, and begins every time with
+        the initial value, which is wrong for any but the identity. And it loses the product of whole numbers and a
+        constant, where what is multiplied is cut before and after it, to a single element.
+        """
+        if op.primitive in ("reduce", "reduce_window") and len(args) == 2:
+            return [jax.lax.optimization_barrier(args[0]), args[1]]
+        made = self.graph.tensors[op.outputs[0]] if op.primitive == "mul" else None
+        whole_numbers = made is not None and made.dtype.startswith(("int", "uint"))
+        if made is not None and whole_numbers and 1 < math.prod(made.shape) <= self.plan.mesh.size:
+            return [jax.lax.optimization_barrier(jnp.asarray(a)) for a in args]
+        return args
 
     def note_computed(self, op: Op, frame: Frame) -> None:
         """Remembers how to wait for a metric, for the last reader of a variable, or for a gradient that was not looked
