@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
 from autoshard_ilp import stacks
+from autoshard_ilp.costs import memory
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.padding import masked_copies
 from autoshard_ilp.graph import Graph, build_graph, insert_hubs
@@ -311,3 +313,23 @@ def test_stacks_of_matrices_are_read_as_they_were_stacked(monkeypatch: pytest.Mo
     before = plan.verify("h100:8").compiled_peak_bytes
     assert before - now > 0.9 * steps * batch // 8 * heads * width * width * 4
     assert now == pytest.approx(plan.memory.peak_bytes, rel=0.05)
+
+
+@needs_cuda
+def test_loops_hold_what_was_gathered_for_them_instead_of_what_was_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass of the second layer reads the stacks of its forward loop whole."""
+    layers = keras.layers
+    tokens = keras.Input((64,), dtype="int32")
+    x = layers.Embedding(4000, 512)(tokens)
+    x = layers.LSTM(512, use_cudnn=False)(layers.LSTM(512, return_sequences=True, use_cudnn=False)(x))
+    model = keras.Model(tokens, layers.Dense(8)(x))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    options: dict[str, Any] = {"hardware": "h100", "batch_size": 128, "progress": False}
+    plan = autoshard.optimize(model, {"data": 2, "model": 4}, **options)
+    graph, sliced = plan.trail.graph, plan.trail.costs.buffers.sliced
+    gathered = [i for i in sliced if graph.ops[i].phase == "backward" and plan.placement.of(i)[0][0] == (-1, -1)]
+    assert len(gathered) > 10
+    compiled = plan.verify("h100:8").compiled_peak_bytes
+    assert compiled == pytest.approx(plan.memory.peak_bytes, rel=0.04)
+    monkeypatch.setattr(memory, "SLICED_APART", frozenset())
+    assert autoshard.optimize(model, {"data": 2, "model": 4}, **options).memory.peak_bytes > 1.08 * compiled

@@ -152,6 +152,8 @@ def build_program(
     edges: list[Edge] = []
     for flow in table.flows:
         edges.append(_edge(table, flow, len(edges), account, costs))
+    for flow in table.flows if table.buffers.sliced else ():
+        _hold_for_loops(table, flow, account, extra, len(edges))
     for index in range(len(table.classes)):
         _hold_results(table, index, roles, account, node_bytes, extra, len(edges))
     nodes = tuple(
@@ -191,6 +193,25 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
     return Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, flow.count * seconds, copies)
 
 
+def _hold_for_loops(table: CostTable, flow: Flow, account: _Account, extra: list[Edge], n_edges: int) -> None:
+    """What a loop slices as it was made, until the loop ends; a copy gathered for it is held instead.
+
+    A collective takes it with the gathered dimension in front, which is one more copy while it is gathered.
+    """
+    buffers, (u, v) = table.buffers, (table.classes[flow.u].results[flow.result], operand_labels(table, flow))
+    for op_id, operand in flow.uses:
+        if op_id not in buffers.sliced:
+            continue
+        tensor, end = buffers.sliced[op_id]
+        held = account.bytes_of(table, tensor, float(table.precision.held[tensor]), u.layouts)[:, None]
+        moved = flow_table(table, flow)[1] > 0
+        freed = int(buffers.end[tensor])
+        for held_now, start, until in ((np.where(moved, 0, held), freed, end), (moved * held, freed - 1, freed)):
+            label = _label(table, op_id, operand)
+            account.hold(True, n_edges + len(extra), start, until, "activations", label)
+            extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(moved.shape), held_now))
+
+
 def _in_tiles(table: CostTable, flow: Flow, account: _Account, ends: Sequence[Any], copies: np.ndarray) -> np.ndarray:
     """Bytes of copies on a TPU, whose memory is tiled."""
     tensor = flow_tensor(table, flow)
@@ -224,13 +245,15 @@ def _counts(table: CostTable, flow: Flow) -> bool:
 def _copy_lifetime(table: CostTable, flow: Flow, op_id: int) -> tuple[int, int]:
     """A hub's copy lives until its last consumer; a reused one from the forward pass on; others for their operation.
 
-    A result in another layout than its producer's stays to the end.
+    What a loop slices is there until the loop ends. A result in another layout than its producer's stays to the end.
     """
     buffers, op = table.buffers, table.graph.ops[op_id]
     start = int(buffers.time[op_id])
     if op.primitive == "result":
         return start, buffers.horizon
     last = max((int(buffers.last_use[t]) for t in op.outputs), default=start)
+    if op.primitive == "loop_slice":
+        return start, max(last, buffers.ends[op.region]) + 1
     if flow.operand == REUSE:
         first = table.graph.ops[op.params["first"]]
         return int(buffers.last_use[first.outputs[0]]) + 1, last + 1

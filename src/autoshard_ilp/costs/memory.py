@@ -8,8 +8,8 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from autoshard_ilp.costs.padding import leaves_triton
 from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, VIEWS, fusible
 from autoshard_ilp.costs.written import is_relu
 from autoshard_ilp.graph import BOUNDARY, PSEUDO_OPERATIONS, Graph, Op
+
+SLICED_APART = frozenset({"gpu"})
+"""Families of hardware on which a loop holds nothing but the copy that was gathered for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +37,9 @@ class Buffers:
         last_use: last time any consumer, through views and fusions, needs the tensor.
         time: time of each op.
         horizon: number of time steps; at the last one only arguments and results are left.
+        ends: region -> time of its last operation.
+        sliced: loop slice -> (tensor, until when): buffers of which nothing but one loop reads slices. ``end`` is when
+            that loop begins, as if they were gathered for it; as they are, they are held until it ends.
     """
 
     stored: np.ndarray
@@ -44,6 +50,8 @@ class Buffers:
     last_use: np.ndarray
     time: np.ndarray
     horizon: int
+    ends: Mapping[int, int] = field(default_factory=dict)
+    sliced: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def is_computed_inside(op: Op, tensor: int, buffers: Buffers) -> bool:
@@ -87,8 +95,24 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
     for t_id in _overwritten(graph, root, stored, last_use, time, family):
         if t_id not in held_to_end:
             end[t_id] = max(end[t_id] - 1, start[t_id] + 1)
+    sliced = dict(_sliced_by_one_loop(graph, stored, end, held_to_end)) if family in SLICED_APART else {}
+    for op_id, (t_id, _) in sliced.items():
+        end[t_id] = time[op_id] + 1
     reads = reads_by_kernel(graph, root, stored) if family == "gpu" else _reads(graph, root, stored)
-    return Buffers(stored, start, end, root, reads, last_use, time, horizon)
+    return Buffers(stored, start, end, root, reads, last_use, time, horizon, _region_ends(graph, time), sliced)
+
+
+def _sliced_by_one_loop(
+    graph: Graph, stored: np.ndarray, end: np.ndarray, held_to_end: Container[int]
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Loop slices with the buffers that nothing else reads, and when these end."""
+    for op in graph.ops:
+        t = graph.tensors[op.inputs[0]] if op.primitive == "loop_slice" else None
+        if t is None or t.producer is None or not stored[t.id] or len(t.consumers) > 1:
+            continue
+        made = graph.ops[t.producer]
+        if made.primitive not in BOUNDARY and t.id not in held_to_end:
+            yield op.id, (t.id, int(end[t.id]))
 
 
 def schedule(graph: Graph) -> np.ndarray:
