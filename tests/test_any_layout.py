@@ -153,7 +153,13 @@ def test_slices_and_updates_out_of_range_of_a_slice():
 
 
 @pytest.mark.parametrize(
-    ("fn", "seeds"), [(lambda k: 3 * k, (22, 36)), (lambda k: (3 * k + 1) * 2 - k, (6, 9, 22))], ids=["once", "twice"]
+    ("fn", "seeds"),
+    [
+        (lambda k: 3 * k, (22, 36)),
+        (lambda k: (3 * k + 1) * 2 - k, (6, 9, 22)),
+        (lambda k: 3 * k.astype("int8") + 5 * k.astype("uint8").astype("int8"), (0, 1)),
+    ],
+    ids=["once", "twice", "other dtypes"],
 )
 def test_whole_numbers_of_one_element_per_device_are_multiplied(fn, seeds):
     """XLA's simplifier loses such a product between two slices of it."""

@@ -30,6 +30,8 @@ def stacks_of_matrices(graph: Graph, platform: str) -> frozenset[int]:
     for op in graph.ops if platform in PLATFORMS else ():
         if op.primitive != "loop_slice" or len(graph.tensors[op.outputs[0]].shape) < MATRICES:
             continue
+        if graph.tensors[op.outputs[0]].dtype.startswith("key"):
+            continue  # random keys have no order of dimensions
         producer = graph.tensors[graph.behind(op.inputs[0], ("hub",))].producer
         if producer is not None and graph.ops[producer].primitive == "loop_stack":
             found |= {op.id, producer}

@@ -83,7 +83,7 @@ class Operations:
         made = self.graph.tensors[op.outputs[0]] if op.primitive == "mul" else None
         whole_numbers = made is not None and made.dtype.startswith(("int", "uint"))
         if made is not None and whole_numbers and 1 < math.prod(made.shape) <= self.plan.mesh.size:
-            return [jax.lax.optimization_barrier(jnp.asarray(a)) for a in args]
+            return [jax.lax.optimization_barrier(jnp.asarray(a, made.dtype)) for a in args]
         return args
 
     def note_computed(self, op: Op, frame: Frame) -> None:

@@ -198,18 +198,18 @@ def _hold_for_loops(table: CostTable, flow: Flow, account: _Account, extra: list
 
     A collective takes it with the gathered dimension in front, which is one more copy while it is gathered.
     """
-    buffers, (u, v) = table.buffers, (table.classes[flow.u].results[flow.result], operand_labels(table, flow))
-    for op_id, operand in flow.uses:
-        if op_id not in buffers.sliced:
-            continue
-        tensor, end = buffers.sliced[op_id]
+    uses = [use for use in flow.uses if use[0] in table.buffers.sliced]
+    if not uses:
+        return
+    u, v = table.classes[flow.u].results[flow.result], operand_labels(table, flow)
+    moved = flow_table(table, flow)[1] > 0
+    for op_id, operand in uses:
+        tensor, loop_ends = table.buffers.sliced[op_id]
         held = account.bytes_of(table, tensor, float(table.precision.held[tensor]), u.layouts)[:, None]
-        moved = flow_table(table, flow)[1] > 0
-        freed = int(buffers.end[tensor])
-        for held_now, start, until in ((np.where(moved, 0, held), freed, end), (moved * held, freed - 1, freed)):
-            label = _label(table, op_id, operand)
-            account.hold(True, n_edges + len(extra), start, until, "activations", label)
-            extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(moved.shape), held_now))
+        begins = int(table.buffers.end[tensor])
+        for part, start, end in ((np.where(moved, 0, held), begins, loop_ends), (moved * held, begins - 1, begins)):
+            account.hold(True, n_edges + len(extra), start, end, "activations", _label(table, op_id, operand))
+            extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(moved.shape), part))
 
 
 def _in_tiles(table: CostTable, flow: Flow, account: _Account, ends: Sequence[Any], copies: np.ndarray) -> np.ndarray:
