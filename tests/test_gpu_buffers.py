@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import keras_hub
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
 from autoshard_ilp import stacks
-from autoshard_ilp.costs import memory
+from autoshard_ilp.costs import build, memory
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.padding import masked_copies
 from autoshard_ilp.graph import Graph, build_graph, insert_hubs
@@ -333,3 +334,22 @@ def test_loops_hold_what_was_gathered_for_them_instead_of_what_was_stacked(monke
     assert compiled == pytest.approx(plan.memory.peak_bytes, rel=0.04)
     monkeypatch.setattr(memory, "SLICED_APART", frozenset())
     assert autoshard.optimize(model, {"data": 2, "model": 4}, **options).memory.peak_bytes > 1.08 * compiled
+
+
+@needs_cuda
+def test_what_layers_compute_alike_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both layers look relative positions up at places that they compute from the same numbers."""
+    backbone = keras_hub.models.DebertaV3Backbone(
+        vocabulary_size=4096, num_layers=2, num_heads=8, hidden_dim=256, intermediate_dim=512, max_sequence_length=256,
+        bucket_size=64,
+    )  # fmt: skip
+    model = keras.Model(backbone.input, keras.layers.Dense(1)(backbone.output[:, 0]))
+    model.compile("adam", "mse")
+    options: dict[str, Any] = {"hardware": "h100", "batch_size": 16, "sequence_length": 256, "progress": False}
+    plan = autoshard.baseline(model, {"data": 8}, "data_parallel", **options)
+    compiled, once = plan.verify("h100:8").compiled_peak_bytes, plan.memory.peak_bytes
+    monkeypatch.setattr(build, "MERGED", frozenset())
+    twice = autoshard.baseline(model, {"data": 8}, "data_parallel", **options).memory.peak_bytes
+    places = 16 // 8 * 8 * 256 * 256 * 4 * 4  # indices of four dimensions, for every score
+    assert twice - once == pytest.approx(2 * places, rel=1e-3)
+    assert abs(once - compiled) < abs(twice - compiled)

@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from autoshard_ilp.costs.primitives import PRODUCTS, VIEWS
+from autoshard_ilp.costs.alike import computed_alike
+from autoshard_ilp.costs.primitives import VIEWS
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Graph, Op
 from autoshard_ilp.rules.elementwise import SEVERAL_OPERANDS
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, before_broadcast
@@ -80,7 +81,7 @@ def unequal_broadcasts(
     """
     if platform not in PLATFORMS:
         return {}
-    same = _computed_alike(graph)
+    same = computed_alike(graph)
     uses: dict[tuple[object, ...], dict[Layout, list[tuple[int, int, Dims]]]] = {}
     for op in graph.ops:
         layout = layout_of(op.outputs[0]) if len(op.outputs) == 1 else None
@@ -97,28 +98,6 @@ def unequal_broadcasts(
             for op_id, i, dims in (use for at in by_layout.values() for use in at):
                 found[op_id] = (*found.get(op_id, ()), (i, dims))
     return found
-
-
-def _computed_alike(graph: Graph) -> list[object]:
-    """Per tensor, what equals that of another where both are computed by equal operations from equal values.
-
-    Results of products and loops, and what is computed from them, equal nothing else.
-    """
-    same: list[object] = [t.id if t.literal is None else (t.dtype, str(t.literal)) for t in graph.tensors]
-    numbers: dict[object, int] = {}
-    for op in graph.ops:
-        if op.primitive in ("argument", "constant"):
-            same[op.outputs[0]] = ("given", op.id)
-        if op.primitive == "hub":
-            same[op.outputs[0]] = same[op.inputs[0]]
-        operands = [same[t] for t in op.inputs]
-        if op.region or op.eqn is None or op.primitive in PRODUCTS or any(isinstance(k, int) for k in operands):
-            continue
-        key = (op.primitive, repr(sorted(op.params.items(), key=lambda item: item[0])), *operands)
-        number = numbers.setdefault(key, len(numbers))
-        for i, t in enumerate(op.outputs):
-            same[t] = ("computed", number, i)
-    return same
 
 
 def _repeats(graph: Graph, op: Op) -> Iterator[tuple[int, Dims]]:

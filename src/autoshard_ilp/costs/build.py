@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.costs.alike import computed_alike
 from autoshard_ilp.costs.carried import count_gathers_twice, count_twice
 from autoshard_ilp.costs.coarse import coarser
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
@@ -24,7 +25,7 @@ from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.costs.tiles import images_of_the_step, padding, through_convolutions, tiled_bytes
 from autoshard_ilp.costs.written import masks_of_extremes, packed_bytes, packed_masks
-from autoshard_ilp.graph import BOUNDARY, Op
+from autoshard_ilp.graph import BOUNDARY, Graph, Op
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, local_shape
 
@@ -35,6 +36,9 @@ TIE_BREAK = 1e-6
 SMALL_BYTES = 1024
 """Tensors smaller than this, whole, are left out of the memory account."""
 
+MERGED = frozenset({"gpu"})
+"""Families of hardware on which what several layers compute alike is held once. Of others it is not known: XLA:TPU
+computes most of it again inside what reads it."""
 
 Span = tuple[int, int, str, tuple[str, int]]
 """Start and end of a lifetime, its category, its label with the operation."""
@@ -74,6 +78,7 @@ class _Account:
         self.gathered = gathered_together(table.graph, table.buffers, self.family)
         self.reduced = reduced_together(table.graph, table.buffers, self.family)
         self.images = through_convolutions(table.graph) if self.family == "tpu" else {}
+        self.alike = computed_alike(table.graph) if self.family in MERGED else ()
         self.given = images_of_the_step(table.graph, table.buffers) if self.family == "tpu" else {}
         fuses = [fusible(op) and op.primitive not in VIEWS for op in table.graph.ops]
         self.packed = packed_masks(table.graph, fuses, VIEWS) if self.family == "tpu" else frozenset()
@@ -242,6 +247,21 @@ def _counts(table: CostTable, flow: Flow) -> bool:
     return int(np.prod(tensor.shape)) * tensor.itemsize >= SMALL_BYTES and not in_place
 
 
+def _not_merged(
+    account: _Account, graph: Graph, members: Sequence[int], result: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Members of a class, each with its result; those that compute the same from the same are one, with all of theirs.
+
+    All members have one layout, so XLA has one buffer for them, from the first one's time to the last one's.
+    """
+    merged: dict[object, tuple[int, list[int]]] = {}
+    for m in members:
+        out = graph.ops[m].outputs[result]
+        key = account.alike[out] if account.alike else out
+        merged.setdefault(key, (m, []))[1].append(out)
+    yield from merged.values()
+
+
 def _copy_lifetime(table: CostTable, flow: Flow, op_id: int) -> tuple[int, int]:
     """A hub's copy lives until its last consumer; a reused one from the forward pass on; others for their operation.
 
@@ -307,13 +327,15 @@ def _hold_results(
         itemsize = float(table.precision.held[t])
         held = account.bytes_of(table, t, itemsize, cls.results[j].layouts)[cls.results[j].of_strategy]
         spans = []
-        for m in cls.members:
+        members = list(_not_merged(account, graph, cls.members, j))
+        for m, merged in members:
             out = graph.ops[m].outputs[j]
             category, label = _category(table, m, out, roles)
-            spans.append((int(buffers.start[out]), int(buffers.end[out]), category, (label, m)))
+            start, end = int(min(buffers.start[merged])), int(max(buffers.end[merged]))
+            spans.append((start, end, category, (label, m)))
         first = len(account.rows)
-        hold(held, spans, [graph.ops[m].outputs[j] for m in cls.members])
-        stacked = [i for i, m in enumerate(cls.members) if graph.ops[m].primitive == "loop_stack"]
+        hold(held, spans, [graph.ops[m].outputs[j] for m, _ in members])
+        stacked = [i for i, (m, _) in enumerate(members) if graph.ops[m].primitive == "loop_stack"]
         account.stacks += [first + i for i in stacked if first < len(account.rows)]
         if account.family == "tpu" and _is_odd_result(table, t):
             odd = np.array([local_shape(tensor.shape, s.results[j], sizes)[-1] % 128 > 0 for s in cls.strategies])
