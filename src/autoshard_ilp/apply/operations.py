@@ -109,11 +109,10 @@ class Operations:
         """Whether copies gathered for an operation take more memory than its result does. Whoever puts it off holds
         them."""
         plan = self.plan
-        sizes = [plan.mesh.shape[name] for name in plan.axis_names]
 
         def held(tensor: int, layout: Layout | None) -> int:
             t = self.graph.tensors[tensor]
-            return 0 if layout is None else local_bytes(t.shape, t.itemsize, layout, sizes)
+            return 0 if layout is None else local_bytes(t.shape, t.itemsize, layout, plan.axis_sizes)
 
         copies = 0
         for t, layout in zip(op.inputs, plan.operand_layouts(op), strict=True):
@@ -267,8 +266,7 @@ class Operations:
             if layout is None:
                 return None
             layouts.append(layout)
-        sizes = [plan.mesh.shape[name] for name in plan.axis_names]
-        return axes_of_factors(view, rule_for(view), layouts, plan.axis_names, sizes)
+        return axes_of_factors(view, rule_for(view), layouts, plan.axis_names, plan.axis_sizes)
 
     def whole_windows(self, op: Op, args: list[Any]) -> list[Any]:
         """Keeps the image whole in a convolution whose window is as large as its result (a kernel gradient).

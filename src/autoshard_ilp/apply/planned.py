@@ -41,6 +41,7 @@ class Planned:
         operands, results = made_as_read(graph, decisions.operands, decisions.results)
         decisions = replace(decisions, operands=operands, results=results)
         self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
+        self.axis_sizes = [mesh.shape[name] for name in axis_names]
         self.marked = marked
         self.platform = platform = compat.platform_of(mesh)
         self.gradients = _gradients(graph) if platform == "tpu" else frozenset()
@@ -68,7 +69,7 @@ class Planned:
     def _apart(self) -> frozenset[int]:
         """Tensors that a barrier stands behind: XLA would compute what reads them from something larger."""
         if self.platform == "gpu":
-            return kept_in_pieces(self.graph, self.operand_layouts, [self.mesh.shape[name] for name in self.axis_names])
+            return kept_in_pieces(self.graph, self.operand_layouts, self.axis_sizes)
         return met_by_random_bits(self.graph) if self.platform == "tpu" else frozenset()
 
     def stack(self, op: Op) -> Any:
@@ -111,7 +112,7 @@ class Planned:
         layout, shape = self.layout(tensor), self.graph.tensors[tensor].shape
         if tensor not in self.gradients or layout is None or PARTIAL in layout:
             return value
-        local = local_shape(shape, layout, [self.mesh.shape[name] for name in self.axis_names])
+        local = local_shape(shape, layout, self.axis_sizes)
         if local[-1] % LANES or local[-2] != whole_rows(local[-2]):
             return value
         return self._row_by_row(value, tensor)
@@ -122,8 +123,7 @@ class Planned:
         Asked for device by device: on a mesh of three axes the partitioner gathers the whole array for it.
         """
         layout, shape = self.layout(tensor), self.graph.tensors[tensor].shape
-        sizes = [self.mesh.shape[name] for name in self.axis_names]
-        if layout is None or PARTIAL in layout or not divides(shape, layout, sizes):
+        if layout is None or PARTIAL in layout or not divides(shape, layout, self.axis_sizes):
             return value
         spec = to_partition_spec(layout, len(shape), self.axis_names)
         return jax.shard_map(compat.row_major, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(value)
@@ -161,8 +161,7 @@ class Planned:
         if left is None or result is None:
             return True, False
         sums, before = left
-        sizes = [self.mesh.shape[name] for name in self.axis_names]
-        held = local_bytes(tensor.shape, tensor.itemsize, before, sizes)
+        held = local_bytes(tensor.shape, tensor.itemsize, before, self.axis_sizes)
         if self.platform in SCATTERED_ONLY:
             return bool(sums), bool(sums)
         return bool(sums), any(result[axis] >= 0 for axis in sums) and held > THRESHOLD_BYTES

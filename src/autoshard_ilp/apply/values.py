@@ -76,12 +76,13 @@ class Values:
         """The part of an elementwise result that a layout cuts from it, computed from its operands' parts
         (:mod:`autoshard_ilp.cuts`); None where it is to be cut itself, or where this is no cut."""
         plan, t = self.plan, self.graph.tensors[tensor]
-        sizes = [plan.mesh.shape[name] for name in plan.axis_names]
         if tensor not in plan.as_read or tensor not in frame.values or t.producer is None:
             return None
         made, now = self.graph.ops[t.producer], plan.layout(tensor)
         reads = plan.operand_layouts(made)
-        if not is_cut(now, layout, t.shape, sizes) or any(read is not None and PARTIAL in read for read in reads):
+        if not is_cut(now, layout, t.shape, plan.axis_sizes) or any(
+            read is not None and PARTIAL in read for read in reads
+        ):
             return None
         if made.primitive == "hub":
             same = plan.layout(made.inputs[0]) == now
@@ -172,8 +173,7 @@ class Values:
         moves = layout is not None and now != layout
         rounded = moves and i == 0 and op.id in plan.rounded
         if rounded:
-            sizes = [plan.mesh.shape[name] for name in plan.axis_names]
-            rounded = not is_cut(now, layout, self.graph.tensors[tensor].shape, sizes)
+            rounded = not is_cut(now, layout, self.graph.tensors[tensor].shape, plan.axis_sizes)
         if moves and plan.casts[op.id]:
             value = value.astype(plan.casts[op.id])
         elif rounded:
