@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import order, ties
+from autoshard_ilp import manual, order, ties
 from autoshard_ilp.apply import Decisions, operations, planned_function
 from autoshard_ilp.costs.heap import REPORTED
 from autoshard_ilp.graph import Graph, build_graph, insert_hubs
@@ -347,3 +347,27 @@ def test_sums_wait_on_gpu_where_the_budget_leaves_no_room_to_put_them_off() -> N
     assert waited(0) == sums and waited(LAYERS * one) == frozenset()
     assert len(waited(2 * one)) == LAYERS - 2
     assert order_of(graph, "gpu", waited(0)).sums and not order_of(graph, "gpu").sums
+
+
+@needs_cuda
+def test_split_gradients_are_added_up_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are scattered over the devices: without a barrier, a look adds up one element's pieces only."""
+    mesh, graph = compile_only_mesh(parse_target("h100:8"), ("data",), (8,)), graph_of()
+    results: dict[tuple[int, int], Any] = {}
+    operands: dict[tuple[int, int], Any] = {}
+    for op in graph.ops:
+        for j, t in enumerate(op.outputs):
+            held = op.primitive == "argument" or (op.phase != "forward" and op.primitive != "hub")
+            rows = graph.tensors[t].shape[:1] == (ROWS,)
+            results[op.id, j] = (0,) if rows or (held and graph.tensors[t].shape == (WIDTH, WIDTH)) else (-1,)
+        if op.primitive == "dot_general":
+            operands |= {(op.id, i): (-1,) for i, t in enumerate(op.inputs) if graph.tensors[t].shape == (WIDTH, WIDTH)}
+    by_row = NamedSharding(mesh, PartitionSpec("data"))
+    temporaries = {}
+    for platforms in (frozenset(), frozenset({"gpu"})):
+        monkeypatch.setattr(manual, "SPLIT_PRODUCTS", platforms)
+        run = planned_function(graph, Decisions(results=results, operands=operands), mesh, ("data",))
+        lowered = jax.jit(run, in_shardings=(by_row,) * len(graph.arguments)).lower(*jax.tree.leaves(shapes()))
+        compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+        temporaries[bool(platforms)] = compiled.memory_analysis().temp_size_in_bytes
+    assert temporaries[True] <= temporaries[False] - 4 * WIDTH * WIDTH * 4
