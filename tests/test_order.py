@@ -350,24 +350,29 @@ def test_sums_wait_on_gpu_where_the_budget_leaves_no_room_to_put_them_off() -> N
 
 
 @needs_cuda
-def test_split_gradients_are_added_up_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that are scattered over the devices: without a barrier, a look adds up one element's pieces only."""
+@pytest.mark.parametrize("summed", [True, False], ids=["scattered over devices", "cut for their update"])
+def test_split_gradients_are_added_up_before_they_are_looked_at(summed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a barrier, a look adds up one element's pieces only. The batch is sharded where gradients are summed."""
     mesh, graph = compile_only_mesh(parse_target("h100:8"), ("data",), (8,)), graph_of()
     results: dict[tuple[int, int], Any] = {}
     operands: dict[tuple[int, int], Any] = {}
     for op in graph.ops:
         for j, t in enumerate(op.outputs):
-            held = op.primitive == "argument" or (op.phase != "forward" and op.primitive != "hub")
-            rows = graph.tensors[t].shape[:1] == (ROWS,)
+            made = op.phase in ("backward", "update") if summed else op.phase == "update"
+            held = op.primitive == "argument" or (made and op.primitive != "hub")
+            rows = summed and graph.tensors[t].shape[:1] == (ROWS,)
             results[op.id, j] = (0,) if rows or (held and graph.tensors[t].shape == (WIDTH, WIDTH)) else (-1,)
         if op.primitive == "dot_general":
-            operands |= {(op.id, i): (-1,) for i, t in enumerate(op.inputs) if graph.tensors[t].shape == (WIDTH, WIDTH)}
+            whole = [i for i, t in enumerate(op.inputs) if not summed or graph.tensors[t].shape == (WIDTH, WIDTH)]
+            operands |= {(op.id, i): (-1,) for i in whole}
     by_row = NamedSharding(mesh, PartitionSpec("data"))
     temporaries = {}
     for platforms in (frozenset(), frozenset({"gpu"})):
         monkeypatch.setattr(manual, "SPLIT_PRODUCTS", platforms)
         run = planned_function(graph, Decisions(results=results, operands=operands), mesh, ("data",))
-        lowered = jax.jit(run, in_shardings=(by_row,) * len(graph.arguments)).lower(*jax.tree.leaves(shapes()))
+        batch = by_row if summed else NamedSharding(mesh, PartitionSpec())
+        shardings = (*[by_row] * (len(graph.arguments) - 1), batch)
+        lowered = jax.jit(run, in_shardings=shardings).lower(*jax.tree.leaves(shapes()))
         compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
         temporaries[bool(platforms)] = compiled.memory_analysis().temp_size_in_bytes
     assert temporaries[True] <= temporaries[False] - 4 * WIDTH * WIDTH * 4
