@@ -37,6 +37,8 @@ COLUMNS = {
     "measured / predicted": ".2f",
     "TFLOP": ".2f",
     "TFLOP/s": ".0f",
+    "recomputes": "",
+    "budget GB": ".2f",
     "predicted peak GB": ".2f",
     "compiled peak GB": ".2f",
     "used GB": ".2f",
@@ -51,6 +53,7 @@ class Step:
     batch_size: int
     sequence_length: int | None = None
     mode: str = "train"
+    budget: float | None = None  # share of the peak without a budget; None: nothing is recomputed
     fused: bool = False  # flash attention and cuDNN's loops, which Keras chooses where a GPU is attached
 
     def factory(self) -> Callable[[], Any]:
@@ -103,23 +106,44 @@ CASES: Mapping[str, Step] = {
     "mixtral_8x7b, 1 layer bf16": Step("hub:mixtral_8x7b?layers=1", 8, 512),
     "gemma2_2b, 2 layers bf16": Step("hub:gemma2_2b?layers=2", 8, 1024),
     "opt_6.7b, 2 layers bf16": Step("hub:opt_6.7b?layers=2", 8, 1024),
+    "gpt2_small bf16 at 0.75": Step("hub:gpt2_small", 16, 1024, budget=0.75),
+    "gpt2_small bf16 at 0.5": Step("hub:gpt2_small", 16, 1024, budget=0.5),
+    "gpt2_small bf16 at 0.3": Step("hub:gpt2_small", 16, 1024, budget=0.3),
+    "bert_base bf16 at 0.5": Step("hub:bert_base", 64, 512, budget=0.5),
+    "vit_base bf16 at 0.5": Step("hub:vit_base", 128, budget=0.5),
+    "vit_base bf16 at 0.25": Step("hub:vit_base", 128, budget=0.25),
+    "resnet50 bf16 at 0.75": Step("hub:resnet50", 256, budget=0.75),
+    "resnet50 bf16 at 0.5": Step("hub:resnet50", 256, budget=0.5),
+    "mobilenet_v2 bf16 at 0.6": Step("hub:mobilenet_v2", 256, budget=0.6),
+    "densenet121 bf16 at 0.6": Step("densenet121", 128, budget=0.6),
+    "mixer bf16 at 0.5": Step("mixer", 128, budget=0.5),
+    "unet bf16 at 0.75": Step("unet", 32, budget=0.75),
+    "wavenet f32 at 0.75": Step("wavenet", 32, budget=0.75),
 }
-"""The first lines are what the formulas of ``costs/kernels.py`` were corrected by; those from wavenet on are not."""
+"""The first lines are what the formulas of ``costs/kernels.py`` were corrected by; those from wavenet on are not.
+
+Those "at" a share have so much of their own peak, without a budget, as their budget, and recompute for it."""
 
 
 def planned(step: Step, hardware: str) -> Any:
     """The plan of a step on one device."""
     import autoshard_ilp as autoshard
 
-    options = {"batch_size": step.batch_size, "sequence_length": step.sequence_length, "mode": step.mode}
-    return autoshard.optimize(step.factory(), MESH, hardware=hardware, progress=False, remat="never", **options)
+    options: dict[str, Any] = {"hardware": hardware, "batch_size": step.batch_size, "mode": step.mode}
+    options |= {"sequence_length": step.sequence_length, "progress": False}
+    plan = autoshard.optimize(step.factory(), MESH, remat="never", **options)
+    if step.budget is None:
+        return plan
+    return autoshard.optimize(step.factory(), MESH, int(step.budget * plan.memory.peak_bytes), **options)
 
 
-def predictions(plan: Any) -> dict[str, Any]:
+def predictions(plan: Any, step: Step) -> dict[str, Any]:
     """What a plan says of its step."""
     return {
         "predicted ms": plan.cost.total_s * 1e3,
         "TFLOP": plan.cost.flops / 1e12,
+        "budget GB": plan.memory.budget_bytes / 1e9 if step.budget else None,
+        "recomputes": plan.remat_policy if step.budget else None,
         "predicted peak GB": plan.memory.peak_bytes / 1e9,
         "unknown": list(plan.unknown),
     }
@@ -133,9 +157,15 @@ def measure(name: str, hardware: str, lock: str, raw: Path | None) -> list[dict[
     from autoshard_ilp.verify.compiled import memory_bytes
 
     began = time.perf_counter()
-    plan = planned(CASES.get(name) or Step("mlp", 64), hardware)
+    step = CASES.get(name) or Step("mlp", 64)
+    plan = planned(step, hardware)
     seconds = {"plan": time.perf_counter() - began}
-    row = {"case": name, **predictions(plan), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    row = {
+        "case": name,
+        **predictions(plan, CASES.get(name)),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
     lowered = plan.jit(marked=True).lower(*plan.abstract_args())
     state, batch = plan.init_state(seed=0), _batch(plan)
     jax.block_until_ready((state, batch))
@@ -311,7 +341,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.case:
         if options.predict:
-            rows = [{"case": options.case, **predictions(planned(CASES[options.case], options.hardware))}]
+            step = CASES[options.case]
+            rows = [{"case": options.case, **predictions(planned(step, options.hardware), step)}]
         else:
             rows = measure(options.case, options.hardware, options.lock, options.raw)
         answer(options.answer, rows)

@@ -13,15 +13,16 @@ Two policies (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016
                scores and elementwise chains are recomputed (Korthikanti et al., "Reducing Activation Recomputation in
                Large Transformer Models", 2022).
 
-Neither recomputes what the forward pass computes with its last such product or after it: the backward pass begins with
-that, so it would be dropped and made again at once (of the logits, XLA:GPU would hold both: the loss and its gradient
-become one kernel, which reads the one and the other).
+Neither recomputes statistics of the batch (a batch normalisation's: they are small, and another collective), nor what
+the forward pass computes with its last such product or after it: the backward pass begins with that, so it would be
+dropped and made again at once (of the logits, XLA:GPU would hold both: the loss and its gradient become one kernel,
+which reads the one and the other).
 
-The narrow places cut the forward pass into *blocks* (half a transformer layer each, say), and each block has its own
-policy: ``"full:6"`` recomputes the first six and keeps the others, with ``"full:6+selective"`` selectively.
-The first blocks are the ones to recompute: the activations of an earlier block are alive for longer, from before those
-of a later one are made until after they are freed, so dropping the earlier of two equal blocks relieves every moment
-that dropping the later one does. How many, :mod:`autoshard_ilp.rematsearch` decides.
+The narrow places cut the forward pass into *blocks* (half a transformer layer each, say; :mod:`autoshard_ilp.blocks`
+chooses them), and each block has its own policy: ``"full:6"`` recomputes the first six and keeps the others, with
+``"full:6+selective"`` selectively. The first blocks are the ones to recompute: the activations of an earlier block are
+alive for longer, from before those of a later one are made until after they are freed, so dropping the earlier of two
+equal blocks relieves every moment that dropping the later one does. How many, :mod:`autoshard_ilp.rematsearch` decides.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import numpy as np
-
+from autoshard_ilp.blocks import Blocks, is_dear, is_forward, tail
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.graph import BOUNDARY, Graph, Op, Tensor, assemble, changed
 
@@ -73,13 +73,8 @@ def parse_policy(text: str) -> Policy:
     return Policy(match[1], None if match[2] is None else int(match[2]), match[3] or "never")
 
 
-NARROW_OPS = 12
-"""A dip is a minimum of the forward pass's width among this many operations on either side."""
-
-NEIGHBOURHOOD_OPS = 200
-"""A cut is a dip about as narrow as the usual one this far around (a layer or two)."""
-
-NARROW_RATIO = 1.05
+STATISTIC = 1 / 64
+"""What is summed over the examples, and has at most this share of their bytes, is never computed again."""
 
 
 def rematerialise(graph: Graph, policy: str) -> Graph:
@@ -107,15 +102,11 @@ def _layer(scope: str) -> str:
 
 def number_of_blocks(graph: Graph) -> int:
     """Blocks into which the narrow places cut the forward pass of a graph that recomputes nothing yet."""
-    return len(_Width(graph).cuts) + 1
-
-
-def _is_forward(op: Op) -> bool:
-    return op.phase == "forward" and op.region == 0
+    return len(Blocks(graph).cuts) + 1
 
 
 def _copyable(graph: Graph, op: Op) -> bool:
-    if op.eqn is None or not _is_forward(op):
+    if op.eqn is None or not is_forward(op):
         return False
     inside = (graph.ops[c].region for t in op.outputs for c, _ in graph.tensors[t].consumers)
     return not op.primitive.startswith(("loop_", "branch_", "while")) and all(r == 0 for r in inside)
@@ -123,67 +114,24 @@ def _copyable(graph: Graph, op: Op) -> bool:
 
 def _saved(graph: Graph, policy: Policy) -> set[int]:
     """Forward tensors that are kept for the backward pass."""
-    width = _Width(graph)
-    saved = width.narrow_tensors()
-    tail = max((op.id for op in graph.ops if _is_forward(op) and _is_dear(op)), default=len(graph.ops))
+    blocks = Blocks(graph)
+    saved = blocks.kept([policy.of(block) for block in range(len(blocks.cuts) + 1)])
+    end = tail(graph)
     for op in graph.ops:
-        if not _is_forward(op):
+        if not is_forward(op):
             continue
-        chosen = policy.of(width.block(op))
-        if chosen == "never" or (chosen == "selective" and _is_dear(op)) or op.id >= tail:
+        chosen = policy.of(blocks.of(op))
+        dear = chosen == "selective" and is_dear(op)
+        if chosen == "never" or dear or op.id >= end or _is_statistic(graph, op):
             saved.update(op.outputs)
     return saved
 
 
-def _is_dear(op: Op) -> bool:
-    """Whether an operation is a convolution, or a matrix product without batch dimensions."""
-    product = op.primitive == "dot_general" and not op.params["dimension_numbers"][1][0]
-    return product or op.primitive == "conv_general_dilated"
-
-
-class _Width:
-    """How many bytes are alive at each place of the forward pass, counting forward consumers only."""
-
-    def __init__(self, graph: Graph) -> None:
-        forward = [op for op in graph.ops if _is_forward(op) and op.primitive not in BOUNDARY]
-        self.place = {op.id: i for i, op in enumerate(forward)}
-        width = np.zeros(len(forward) + 1)
-        self.spans: list[tuple[int, int, int]] = []  # tensor, first and last place
-        for op in forward:
-            for t in op.outputs:
-                uses = [self.place[c] for c, _ in graph.tensors[t].consumers if c in self.place]
-                if uses and max(uses) > self.place[op.id]:
-                    self.spans.append((t, self.place[op.id] + 1, max(uses)))
-                    width[self.place[op.id] + 1] += graph.tensors[t].bytes
-                    width[max(uses) + 1 if max(uses) + 1 < len(width) else -1] -= graph.tensors[t].bytes
-        self.cuts = _narrow_places(np.cumsum(width)[: len(forward)])
-
-    def narrow_tensors(self) -> set[int]:
-        """Tensors alive at a cut."""
-        kept = set()
-        for t, start, end in self.spans:
-            inside = np.searchsorted(self.cuts, start)
-            if inside < len(self.cuts) and self.cuts[inside] <= end:
-                kept.add(t)
-        return kept
-
-    def block(self, op: Op) -> int:
-        """Number of cuts before an operation."""
-        return int(np.searchsorted(self.cuts, self.place.get(op.id, 0), side="right"))
-
-
-def _narrow_places(width: np.ndarray) -> list[int]:
-    """Dips of the width that are no wider than the usual dip around them."""
-    dips = [
-        p
-        for p in range(1, len(width) - 1)
-        if width[p] > 0 and width[p] <= width[max(0, p - NARROW_OPS) : p + NARROW_OPS + 1].min()
-    ]
-    return [
-        p
-        for p in dips
-        if width[p] <= NARROW_RATIO * np.median([width[q] for q in dips if abs(q - p) <= NEIGHBOURHOOD_OPS])
-    ]
+def _is_statistic(graph: Graph, op: Op) -> bool:
+    """Whether an operation sums over the examples: small, and dear, since examples lie on many devices."""
+    if not op.primitive.startswith("reduce_") or 0 not in op.params.get("axes", ()):
+        return False
+    return sum(graph.tensors[t].bytes for t in op.outputs) <= STATISTIC * graph.tensors[op.inputs[0]].bytes
 
 
 _ARITHMETIC = frozenset({"float", "bfloat", "int", "uint", "bool"})
