@@ -73,6 +73,9 @@ def parse_policy(text: str) -> Policy:
     return Policy(match[1], None if match[2] is None else int(match[2]), match[3] or "never")
 
 
+BY_PARTS = frozenset({"pad", "concatenate", "dynamic_update_slice", "scatter"})
+"""Operations with parts of their result from one operand alone: a reader of that part waits for no other operand."""
+
 STATISTIC = 1 / 64
 """What is summed over the examples, and has at most this share of their bytes, is never computed again."""
 
@@ -185,12 +188,17 @@ class _Rewriter:
         return self.copies[tensor]
 
     def place_copy(self, op: Op, user: Op) -> None:
-        """Places a copy of ``op``. It waits for the backward pass if one of its operands does; one is enough."""
+        """Places a copy of ``op``. It waits for the backward pass if one of its operands does; one is enough, but where
+        parts of the result are copies of one operand each (of padding: all but the edges)."""
         inputs = [self.copies[t] if self.is_dropped(t) else t for t in op.inputs]
-        if not any(t in self.waiting for t in inputs):
-            fit = [i for i, t in enumerate(inputs) if self.can_wait(t)]
-            if fit:  # the smallest: what is read by a matrix product is written once more when it has to wait
-                i = min(fit, key=lambda i: (self.tensors[inputs[i]].bytes, i))
+        by_parts = op.primitive in BY_PARTS
+        if by_parts or not any(t in self.waiting for t in inputs):
+            fit = [i for i, t in enumerate(inputs) if t not in self.waiting and self.can_wait(t)]
+            if by_parts:
+                fit = [i for i in fit if self.tensors[inputs[i]].shape]
+            else:  # the smallest: what is read by a matrix product is written once more when it has to wait
+                fit = sorted(fit, key=lambda i: (self.tensors[inputs[i]].bytes, i))[:1]
+            for i in fit:
                 inputs[i] = self.behind_barrier(inputs[i], user)
         outputs = tuple(self.new_tensor(t) for t in op.outputs)
         if any(t in self.waiting for t in inputs):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard_ilp.costs.kernels import PER_TAP, products_instead
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.padding import shape_on_device
 from autoshard_ilp.graph import Graph, Op
@@ -93,7 +94,9 @@ def kept_in_pieces(
     split = [
         op
         for op in graph.ops
-        if op.phase == "forward" and not op.region and _split(graph, op, operand_layouts(op), axis_sizes)
+        if op.phase == "forward"
+        and not op.region
+        and (_split(graph, op, operand_layouts(op), axis_sizes) or _by_taps(graph, op))
     ]
     backward = [op.id for op in graph.ops if op.phase == "backward" and not op.region]
     if not split or not backward:
@@ -101,6 +104,11 @@ def kept_in_pieces(
     buffers = analyse(graph, "gpu")
     begins = int(buffers.time[backward].min())
     return frozenset(t for op in split for t in op.outputs if buffers.stored[t] and buffers.last_use[t] >= begins)
+
+
+def _by_taps(graph: Graph, op: Op) -> bool:
+    """Whether a convolution is the sum of a product per tap (:mod:`autoshard_ilp.taps`)."""
+    return op.primitive == "conv_general_dilated" and products_instead(graph, op) == PER_TAP
 
 
 @dataclass(frozen=True)
