@@ -162,7 +162,7 @@ def measure(name: str, hardware: str, lock: str, raw: Path | None) -> list[dict[
     seconds = {"plan": time.perf_counter() - began}
     row = {
         "case": name,
-        **predictions(plan, CASES.get(name)),
+        **predictions(plan, step),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }

@@ -80,12 +80,15 @@ STATISTIC = 1 / 64
 """What is summed over the examples, and has at most this share of their bytes, is never computed again."""
 
 
-def rematerialise(graph: Graph, policy: str) -> Graph:
-    """The graph with activations recomputed under ``policy`` (see :func:`parse_policy`); the same under "never"."""
+def rematerialise(graph: Graph, policy: str, blocks: Blocks | None = None) -> Graph:
+    """The graph with activations recomputed under ``policy`` (see :func:`parse_policy`); the same under "never".
+
+    ``blocks`` are the graph's, where they are known.
+    """
     chosen = parse_policy(policy)
     if chosen.first == "never" or (chosen.blocks == 0 and chosen.rest == "never"):
         return graph
-    return _Rewriter(graph, _saved(graph, chosen)).run()
+    return _Rewriter(graph, _saved(graph, blocks or Blocks(graph), chosen)).run()
 
 
 def recomputed_layers(graph: Graph) -> tuple[str, ...]:
@@ -103,11 +106,6 @@ def _layer(scope: str) -> str:
     return scope
 
 
-def number_of_blocks(graph: Graph) -> int:
-    """Blocks into which the narrow places cut the forward pass of a graph that recomputes nothing yet."""
-    return len(Blocks(graph).cuts) + 1
-
-
 def _copyable(graph: Graph, op: Op) -> bool:
     if op.eqn is None or not is_forward(op):
         return False
@@ -115,10 +113,9 @@ def _copyable(graph: Graph, op: Op) -> bool:
     return not op.primitive.startswith(("loop_", "branch_", "while")) and all(r == 0 for r in inside)
 
 
-def _saved(graph: Graph, policy: Policy) -> set[int]:
+def _saved(graph: Graph, blocks: Blocks, policy: Policy) -> set[int]:
     """Forward tensors that are kept for the backward pass."""
-    blocks = Blocks(graph)
-    saved = blocks.kept([policy.of(block) for block in range(len(blocks.cuts) + 1)])
+    saved = blocks.kept([policy.of(block) for block in range(blocks.count)])
     end = tail(graph)
     for op in graph.ops:
         if not is_forward(op):

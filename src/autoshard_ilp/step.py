@@ -132,10 +132,11 @@ def step_of(
         while_trip_count: iterations that each ``while_loop`` is priced at; None: what its constants say, else 1.
         whole: what :func:`whole_graph` gives for this step, where it is known.
     """
+    from autoshard_ilp.blocks import Blocks
     from autoshard_ilp.graph import insert_hubs
-    from autoshard_ilp.remat import number_of_blocks, rematerialise
+    from autoshard_ilp.remat import rematerialise
 
     graph = whole_graph(infos, while_trip_count) if whole is None else whole
-    blocks = number_of_blocks(graph)
-    planned = insert_hubs(rematerialise(graph, remat))
-    return Step(planned, args, infos.out_tree, donated, traced, remat, while_trip_count, blocks)
+    blocks = Blocks(graph)
+    planned = insert_hubs(rematerialise(graph, remat, blocks))
+    return Step(planned, args, infos.out_tree, donated, traced, remat, while_trip_count, blocks.count)
