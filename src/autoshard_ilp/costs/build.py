@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,13 +18,15 @@ from autoshard_ilp.costs.heap import loses, with_holes
 from autoshard_ilp.costs.idle import Idleness
 from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, vector_bytes
-from autoshard_ilp.costs.padding import copies_for_tiles, leaves_triton, masked_copies, window_places
+from autoshard_ilp.costs.padding import WORKSPACE_BYTES, copies_for_tiles, leaves_triton, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.costs.reshard_tables import agreeing
+from autoshard_ilp.costs.siblings import held_for_siblings, merged_bytes
 from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.costs.tiles import images_of_the_step, padding, through_convolutions, tiled_bytes
+from autoshard_ilp.costs.workspace import workspace_spans
 from autoshard_ilp.costs.written import masks_of_extremes, packed_bytes, packed_masks
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
@@ -83,6 +86,7 @@ class _Account:
         fuses = [fusible(op) and op.primitive not in VIEWS for op in table.graph.ops]
         self.packed = packed_masks(table.graph, fuses, VIEWS) if self.family == "tpu" else frozenset()
         self.pads = self.family == "gpu" and leaves_triton(table.graph)
+        self.siblings = held_for_siblings(table.graph, table.buffers) if self.pads else {}
         self.first_lookup = first_lookup(table.graph, table.buffers.time) if self.family == "tpu" else 0
         limit = idle_limit_seconds(table.profile)
         self.idle = Idleness(table.graph, table.buffers, table.classes, limit) if limit else None
@@ -161,6 +165,8 @@ def build_program(
         _hold_for_loops(table, flow, account, extra, len(edges))
     for index in range(len(table.classes)):
         _hold_results(table, index, roles, account, node_bytes, extra, len(edges))
+    if account.pads:
+        _hold_workspace(table, account, extra, len(edges))
     nodes = tuple(
         Node(table.graph.ops[c.members[0]].scope or table.graph.ops[c.members[0]].path, cost, node_bytes.get(i))
         for i, (c, cost) in enumerate(zip(table.classes, costs, strict=True))
@@ -215,6 +221,21 @@ def _hold_for_loops(table: CostTable, flow: Flow, account: _Account, extra: list
         for part, start, end in ((np.where(moved, 0, held), begins, loop_ends), (moved * held, begins - 1, begins)):
             account.hold(True, n_edges + len(extra), start, end, "activations", _label(table, op_id, operand))
             extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(moved.shape), part))
+
+
+def _hold_workspace(table: CostTable, account: _Account, extra: list[Edge], n_edges: int) -> None:
+    """cuBLAS's workspace, whatever is decided."""
+    spans = workspace_spans(table.graph, table.buffers, math.prod(table.axis_sizes))
+    if not spans or len(table.classes) < 2:
+        return
+    first = next(op for op in table.graph.ops if op.primitive == "dot_general")
+    u = int(table.class_of[first.id])
+    v = 0 if u else 1
+    labels = [np.zeros(len(table.classes[k].strategies), np.int64) for k in (u, v)]
+    edge = n_edges + len(extra)
+    extra.append(Edge(u, v, labels[0], labels[1], np.zeros((1, 1)), np.full((1, 1), WORKSPACE_BYTES)))
+    for start, end in spans:
+        account.hold(True, edge, start, end, "activations", (first.scope, first.id))
 
 
 def _in_tiles(table: CostTable, flow: Flow, account: _Account, ends: Sequence[Any], copies: np.ndarray) -> np.ndarray:
@@ -369,6 +390,13 @@ def _hold_results(
         hold(rows, [(begin, int(buffers.time[m]) + 1, "gathered", (graph.ops[m].scope, m)) for m in cls.members])
     if account.family != "gpu":
         return
+    later = [m for m in cls.members if m in account.siblings]
+    if later:
+        spans = [
+            (int(buffers.end[graph.ops[m].outputs[0]]), account.siblings[m], "activations", (graph.ops[m].scope, m))
+            for m in later
+        ]
+        hold(merged_bytes(graph, representative, cls.strategies, sizes), spans)
     padded = once(
         table.prices.held, (id(cls.strategies), account.pads), lambda: _padded(table, representative, cls, account.pads)
     )

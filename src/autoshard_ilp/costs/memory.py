@@ -164,9 +164,10 @@ def _overwritten(
     chain into the product. On GPUs a kernel that also computes reductions of what it reads, such as a softmax, its
     gradient or that of a normalisation, overwrites nothing; and nothing overwrites what a library's call returns beside
     its workspace: convolutions, and products where these are cuBLAS's. Only a bias and a ReLU are part of such a call.
+    Nor is anything overwritten that is written beside an exact GELU of such a product, for its gradient.
     What loops read transposed is written transposed, beside what it was made of.
     """
-    in_library = _library_results(graph) if family == "gpu" else frozenset()
+    in_library = _library_results(graph, root) if family == "gpu" else frozenset()
     moved = _transposed_for_loops(graph, root) if family == "gpu" else frozenset()
     for op in graph.ops:
         written = [t for t in op.outputs if stored[t] and t not in moved]
@@ -205,10 +206,13 @@ def _transposed_for_loops(graph: Graph, root: np.ndarray) -> frozenset[int]:
     return frozenset(found)
 
 
-def _library_results(graph: Graph) -> frozenset[int]:
-    """Results of cuDNN's and cuBLAS's calls."""
-    calls = {"conv_general_dilated", "dot_general"} if leaves_triton(graph) else {"conv_general_dilated"}
-    return frozenset(t for op in graph.ops if op.primitive in calls for t in op.outputs)
+def _library_results(graph: Graph, root: np.ndarray) -> frozenset[int]:
+    """Results of cuDNN's and cuBLAS's calls, and what is written beside a GELU's."""
+    if not leaves_triton(graph):
+        return frozenset(t for op in graph.ops if op.primitive == "conv_general_dilated" for t in op.outputs)
+    calls = {"conv_general_dilated", "dot_general"}
+    beside = {int(root[t]) for op in graph.ops if op.primitive == "erfc" for t in (*op.inputs, *op.outputs)}
+    return frozenset(t for op in graph.ops if op.primitive in calls for t in op.outputs) | beside
 
 
 def _is_biased_relu(graph: Graph, root: np.ndarray, op: Op, tensor: int) -> bool:

@@ -4,7 +4,8 @@ XLA:GPU hands products to Triton, which needs no padding. Where Triton finds no 
 products go to cuBLAS instead, without a GPU to try on all of them. cuBLAS has a workspace, and products of 16-bit
 numbers where a dimension of one device's share is no multiple of 8 are padded first and their results sliced: one more
 copy of each operand while the product runs (``xla/service/gpu/transforms/cublas_pad_for_gemms``; the slice of the
-result fuses into what reads it).
+result fuses into what reads it). All calls have their workspace in one place, and nearly everything outlives one of
+them, so that place is taken from the first call to the last.
 
 XLA:TPU pads inside its tiled layouts instead (:mod:`autoshard_ilp.costs.tiles`).
 """
@@ -54,7 +55,7 @@ def _free_size(shape: Sequence[int], contract: Sequence[int], batch: Sequence[in
 
 
 def copies_for_tiles(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
-    """Bytes of padded copies and workspace that one device holds while cuBLAS runs an operation, per strategy.
+    """Bytes of padded copies that one device holds while cuBLAS runs an operation, per strategy.
 
     Args:
         graph: of the step.
@@ -65,7 +66,6 @@ def copies_for_tiles(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_
     held = np.zeros(len(strategies), np.int64)
     if op.primitive != "dot_general" or len(op.inputs) != 2:
         return held
-    held += WORKSPACE_BYTES
     tensors = [graph.tensors[t] for t in (*op.inputs, *op.outputs)]
     if any(t.itemsize != 2 for t in tensors[:2]):
         return held
