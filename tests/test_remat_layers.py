@@ -342,7 +342,20 @@ def test_where_recomputation_takes_most_half_of_the_blocks_are_tried_first(
 
 def test_nothing_fits(any_plan: Plan) -> None:
     found = search(POLICIES, _Planner(4, 0.1, any_plan), lambda failed: 4, 100.0)
-    assert found.plan is None and found.failures == ["never", "selective", "full"]
+    mixed = ["full:2+selective", "full:3+selective", "full:1+selective"]
+    assert found.plan is None and found.failures == ["never", "selective", "full", *mixed]
+    found = search(POLICIES, _Planner(1, 0.01, any_plan), lambda failed: 1, 100.0)
+    assert found.failures == ["never", "selective", "full"], "one block cannot be both"
+
+
+def test_where_neither_policy_fits_for_all_blocks_they_are_mixed(any_plan: Plan) -> None:
+    def tried(text: str, seconds: float, worse_than: float, dear: float) -> Any:
+        return replace(_costing(any_plan, 5.0), remat_policy=text) if text == "full:6+selective" else text
+
+    found = search(POLICIES, tried, lambda failed: 8, 100.0)
+    assert found.plan is not None and found.plan.remat_policy == "full:6+selective"
+    assert found.failures == [*POLICIES, "full:4+selective"]
+    assert "neither policy fits for all of the 8 blocks" in found.plan.notes[-1]
 
 
 def test_one_policy_is_taken_as_it_is(any_plan: Plan) -> None:

@@ -62,7 +62,8 @@ class InfeasibleError(AutoshardError):
 
     Attributes:
         minimum_budget: smallest per-device budget in bytes known to be feasible (``None`` when pins alone conflict).
-        minimum_budget_bound: proved lower bound in bytes; equal to ``minimum_budget`` when it is proved smallest.
+        minimum_budget_bound: proved lower bound in bytes; equal to ``minimum_budget`` when it is proved smallest. Under
+            ``remat="auto"`` of no, selective and full recomputation, and of some mixtures of the two.
         contributors: ``(path, bytes)`` of the largest tensors alive at the peak, largest first.
         conflicts: pins (regex texts) that conflict with each other or with the budget.
     """

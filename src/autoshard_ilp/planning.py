@@ -104,11 +104,12 @@ class Expected:
         asked: policies so far.
         left: where the last attempt under each of them ended.
         by_kind: plans of known kinds were better starts than prices.
+        fits: there is a plan.
     """
 
     def __init__(self, policies: Sequence[str]) -> None:
         self.policies = policies
-        self.tight = self.bound = self.by_kind = False
+        self.tight = self.bound = self.by_kind = self.fits = False
         self.asked: set[str] = set()
         self.left: dict[str, Left | None] = {}
 
@@ -132,8 +133,9 @@ class Expected:
         self.asked.add(policy)
         self.left[policy] = left_of(answer)
         self.by_kind = self.by_kind or bool(report_of(answer).get("by_kind"))
+        self.fits = self.fits or isinstance(answer, Plan)
         if policy not in self.policies:
-            return answer.without_tables() if isinstance(answer, Failure) else answer
+            return answer.without_tables() if isinstance(answer, Failure) and self.fits else answer
         self.bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0
         self.tight = self.tight or self.bound or isinstance(answer, Failure)
         return answer

@@ -9,7 +9,8 @@ decided anew for it, and its copies are priced by their FLOP, bytes and collecti
 2. if it fits but the budget makes it dear, recomputes all blocks, selectively or in full, and takes the fastest: each
    policy is left once it is proved dear; then fewer blocks are looked for, and at last what was left without proof is
    taken up again, where it may be faster;
-3. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit;
+3. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit, and some of them in full
+   and the others selectively where that does not fit either;
 4. then looks for a smaller ``k`` that is faster (:mod:`autoshard_ilp.fewerblocks`).
 
 The third step is enough where recomputation takes next to nothing and planning takes long. Of everything that fits,
@@ -26,6 +27,7 @@ from typing import Any
 
 from autoshard_ilp.fewerblocks import (
     LONG_GAIN,
+    QUICK_SECONDS,
     FewerBlocks,
     Found,
     Means,
@@ -35,6 +37,7 @@ from autoshard_ilp.fewerblocks import (
     worth,
 )
 from autoshard_ilp.plan import Plan
+from autoshard_ilp.remat import Policy
 
 FIRST_PART = 0.9
 """Of the time left: what a plan that recomputes all blocks may take, when fewer are tried after it."""
@@ -54,6 +57,12 @@ FREE_SHARE = 0.5
 LEAST_PART = 0.25
 """Of the time limit: what every policy may take at least."""
 
+
+MIXTURES = (0.5, 0.75, 0.25)
+"""Shares of the blocks that recompute in full, and the others selectively, where neither fits for all blocks ..."""
+
+LONG_MIXTURES = 1
+"""... and so many of these where one plan takes long."""
 
 PROVE_PART = 0.4
 """Of the time left: what the best number of blocks is solved with, where others are only looked at."""
@@ -186,6 +195,31 @@ def _search(
         elif policy == "never" and len(policies) > 1:
             _prove(found, tried, took, deadline - clock())
         break
+    else:
+        if tuple(policies[-2:]) == ("selective", "full"):
+            _mixed(found, means, blocks_of(found.failures[0]), took, deadline)
+
+
+def _mixed(found: Found, means: Means, n_blocks: int, took: float, deadline: float) -> None:
+    """A plan that recomputes some blocks in full and the others selectively, where neither fits for all of them.
+
+    What is recomputed in full is there at once, so a mixture may hold less than either. ``took`` are the seconds of the
+    last failure.
+    """
+    blocks = (min(n_blocks - 1, max(1, round(share * n_blocks))) for share in MIXTURES)
+    tries = list(dict.fromkeys(blocks)) if n_blocks > 1 else []
+    for k in tries[:LONG_MIXTURES] if took > QUICK_SECONDS else tries:
+        left = deadline - means.clock()
+        if left <= 0:
+            break
+        answer = means.tried(str(Policy("full", k, "selective")), left, math.inf, 1.0)
+        if isinstance(answer, Plan):
+            found.plan = answer
+            found.add_note(
+                f"Recomputation ({answer.remat_policy}): neither policy fits for all of the {n_blocks} blocks."
+            )
+            break
+        found.failures.append(answer)
 
 
 def _prove(found: Found, tried: Tried, took: float, left: float) -> None:
