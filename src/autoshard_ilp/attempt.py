@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from autoshard_ilp.costs.overlap import overlap_notes
 from autoshard_ilp.division import HALF
 from autoshard_ilp.errors import UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
-from autoshard_ilp.halving import Left, solve_divided, within
+from autoshard_ilp.halving import Left, for_any_plan, solve_divided, within
 from autoshard_ilp.kinds import Kept, kinds_of
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
@@ -128,12 +129,14 @@ def attempt(
     divided_part: float = 1.0,
     left_before: Left | None = None,
     by_kind: bool = False,
+    plan_part: float = 1.0,
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
 
     ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow. Only a plan
-    whose objective is below ``cutoff`` (seconds) is wanted. ``surely``, ``by_kind`` and parts of the time are as in
-    :func:`solve_divided`, ``dear`` as in :func:`autoshard_ilp.program.solve`.
+    whose objective is below ``cutoff`` (seconds) is wanted, and where none is known after ``plan_part`` of the time,
+    none is looked for. ``surely``, ``by_kind`` and other parts of the time are as in :func:`solve_divided`, and
+    ``dear`` is as in :func:`autoshard_ilp.program.solve`.
     """
     from autoshard_ilp.program import solve
 
@@ -147,12 +150,13 @@ def attempt(
             return Priced(table, build(step, infos, table, request), pinned, infos, request.mesh)
 
     def solved(problem: Any, start: Any, seconds: float, relative_gap: float = 0.0, **keywords: Any) -> Any:
-        keywords = {"cutoff": cutoff, "dear": dear, **keywords, "hint": start, "on_progress": progress.tell}
+        keywords = {"cutoff": cutoff, "dear": dear, **for_any_plan(keywords, began + plan_part * limit)}
+        keywords |= {"hint": start, "on_progress": progress.tell}
         options = replace(request.solver, relative_gap=max(relative_gap, request.solver.relative_gap))
         with progress.stage("solve"):
             return solve(problem.program, within(options, seconds), **keywords)
 
-    limit = min(seconds, request.solver.time_limit)
+    limit, began = min(seconds, request.solver.time_limit), time.monotonic()
     parts: dict[str, Any] = {"free_part": free_part, "bound_part": bound_part, "left_before": left_before}
     parts |= {"divided_part": divided_part, "by_kind": by_kind}
     found, solution, notes = solve_divided(priced, solved, limit, cutoff=cutoff, surely=surely, **parts)

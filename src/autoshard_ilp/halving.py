@@ -371,3 +371,9 @@ def start_of(tied: Any, fine: Any, choices: np.ndarray) -> np.ndarray:
 def within(options: Any, seconds: float) -> Any:
     """Solver options with less time; what a stage overran leaves none."""
     return replace(options, time_limit=max(0.0, min(options.time_limit, seconds)))
+
+
+def for_any_plan(keywords: Mapping[str, Any], ends: float) -> dict[str, Any]:
+    """Keywords of a solve that is over at the monotonic time ``ends`` if no plan is known by then."""
+    left = max(0.0, ends - time.monotonic())
+    return {**keywords, "plan_seconds": min(left, keywords.get("plan_seconds", math.inf))}

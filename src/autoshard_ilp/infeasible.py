@@ -16,15 +16,21 @@ FIRST_PART = 0.8
 """Of the time left, what the smallest budget of a policy may take where others follow."""
 
 
-def infeasible(failures: Sequence[Failure], request: Request) -> InfeasibleError:
-    """The error of a step that fits under no rematerialisation policy; the smallest budget is that of the best one."""
+def infeasible(failures: Sequence[Failure], request: Request, found: int | None = None) -> InfeasibleError:
+    """The error of a step that fits under no rematerialisation policy; the smallest budget is that of the best one.
+
+    ``found`` are bytes that some plan needs, where it is not proved that nothing fits.
+    """
     from autoshard_ilp.report import alike, peak_memory
 
     pins = list(dict.fromkeys(text for texts in failures[0].pinned.sources.values() for text in texts))
     if any(f.solution.status != "infeasible" for f in failures):
+        known = "" if found is None else f" The smallest budget found that fits is {format_bytes(found)}."
         return InfeasibleError(
             f"No plan was found within the time limit of {request.solver.time_limit:g} s. Received: a budget of "
-            f"{format_bytes(request.capacity)}. Raise SolverOptions(time_limit=...) or the budget.",
+            f"{format_bytes(request.capacity)}.{known} Raise SolverOptions(time_limit=...) or the budget.",
+            minimum_budget=found,
+            minimum_budget_bound=None if found is None else 0,
             conflicts=pins,
         )
     try:

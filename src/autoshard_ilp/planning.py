@@ -29,6 +29,12 @@ BOUND_PART = 0.25
 """Of the time left: what a plan without recomputation may take, at first, where memory binds and others are allowed."""
 
 
+PLAN_PART = 0.6
+"""Of a policy's time: after this it is left if there is no plan, for the policies that hold less ..."""
+
+LAST_PLAN_PART = 0.7
+"""... and the last one for :mod:`autoshard_ilp.anyplan`."""
+
 ALL_PART = 0.4
 """The same for a plan that recomputes all blocks where memory binds nevertheless: fewer of them may be faster."""
 
@@ -77,7 +83,8 @@ def _search(
     found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
         make = _maker(request, progress, mode=traced.mode, batch_size=traced.batch_size)
-        plan, failures = any_plan(found.failures, request, progress, make)
+        left = limit - (time.monotonic() - began)
+        plan, failures = any_plan(found.failures, request, progress, make, left)
         return with_history(plan, policies, failures)
     left = limit - (time.monotonic() - began)
     return without_ties(with_history(found.plan, policies, found.failures), progress, left)
@@ -126,6 +133,7 @@ class Expected:
             "bound_part": BOUND_PART if share and policy == "never" else 1.0,
             "divided_part": ALL_PART if share and policy != "never" else 1.0,
             "left_before": self.left.get(policy),
+            "plan_part": LAST_PLAN_PART if policy == self.policies[-1] else PLAN_PART,
         }
 
     def learn(self, policy: str, answer: Plan | Failure) -> Plan | Failure:

@@ -173,7 +173,8 @@ def _search(
         part = FIRST_PART if fewer else NEVER_PART if policy == "never" and len(policies) > 1 else 1.0
         alone = policy != "never" or len(policies) == 1
         answer = tried(policy, part * left, math.inf, 1.0 if alone else DEAR_SHARE)
-        if fewer and not isinstance(answer, Plan) and not is_infeasible(answer) and clock() < deadline:
+        open_ = not isinstance(answer, Plan) and not is_infeasible(answer)
+        if fewer and open_ and clock() < deadline and clock() - began <= deadline - clock():
             answer = tried(policy, deadline - clock(), math.inf, 1.0)
         took = clock() - began
         if not isinstance(answer, Plan):

@@ -24,7 +24,7 @@ from autoshard_ilp.explore.again import (
 from autoshard_ilp.explore.soon import ENOUGH, of_tied, soon
 from autoshard_ilp.fewerblocks import is_infeasible
 from autoshard_ilp.garbage import old_objects_left
-from autoshard_ilp.halving import Left, cheapest, solve_divided
+from autoshard_ilp.halving import Left, cheapest, for_any_plan, solve_divided
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.untied import NODES, without_ties
@@ -159,7 +159,7 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         def make(failure: Any, solution: Any) -> Plan:
             return plan_of(failure.problem, solution, progress, plan)
 
-        made, failures = any_plan(found.failures, request, progress, make)
+        made, failures = any_plan(found.failures, request, progress, make, limit - (time.monotonic() - began))
         return with_history(made, policies, failures)
     made = with_history(found.plan, policies, found.failures)
     if made.trail is None or len(made.trail.graph.ops) > NODES:
@@ -222,10 +222,12 @@ def _again(
     seconds: float,
     cutoff: float,
     dear: float,
+    plan_part: float = 1.0,
     **expected: Any,
 ) -> Any:
     """The plan under one policy, or the failure; ``cutoff`` and ``dear`` as in :func:`autoshard_ilp.program.solve`,
-    the rest as in :func:`autoshard_ilp.halving.solve_divided`."""
+    ``plan_part`` as in :func:`autoshard_ilp.attempt.attempt`, the rest as in
+    :func:`autoshard_ilp.halving.solve_divided`."""
     from autoshard_ilp.step import graph_of
 
     facts = Known()
@@ -242,8 +244,11 @@ def _again(
                 return failure_of(first, failed)
             facts = known_from(known.solution, known.problem, first)
 
+    limit, began = min(seconds, request.solver.time_limit), time.monotonic()
+
     def solve(problem: Any, start: Any, seconds: float, **keywords: Any) -> Any:
         own = facts if problem is first else Known(() if start is None else (start,))
+        keywords = for_any_plan(keywords, began + plan_part * limit)
         return solved(first.asked(problem), progress, own, seconds, **{"cutoff": cutoff, "dear": dear, **keywords})
 
     tied = None
@@ -259,7 +264,6 @@ def _again(
                 return one
         return reprice(first.step, first.infos, request, progress, first_share, first.table.facts)
 
-    limit = min(seconds, request.solver.time_limit)
     share = first.table.first_share
     if known is not None and share and request.capacity == known.problem.request.capacity:
         # Under the same budget the layers are best divided as they are, or nearly so.
