@@ -238,7 +238,7 @@ class FewerBlocks:
             return None
         guess = math.ceil(self.n_blocks * (of_none - 1) / (of_none - of_all))
         if self.long:  # a budget that binds by little takes longest
-            guess += self.n_blocks // 64
+            guess += max(1, self.n_blocks // 64)
         return min(self.n_blocks - 1, max(1, guess))
 
     def _middle(self) -> int:
