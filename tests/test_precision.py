@@ -179,6 +179,24 @@ def test_what_is_cut_before_its_cast_is_cast_before_it_is_gathered(monkeypatch: 
     assert gathered_to_be_cut(rows) == 4 * elements, "XLA:GPU casts by itself now: apply need not"
 
 
+@needs_cuda
+@pytest.mark.cuda
+def test_what_changes_its_order_of_shards_is_cast_where_it_comes_from() -> None:
+    """Or XLA casts what has arrived: twice the bytes of a permute in a step of MobileNet-V2."""
+    mesh, rows = mesh_of("h100:8"), jax.ShapeDtypeStruct((SIZE, 8), "float32")
+    graph = build_graph(
+        jax.make_jaxpr(lambda x: (x + 1).astype("bfloat16"))(rows), argument_paths=["x"], result_paths=["out"]
+    )
+    add, cast = (next(op.id for op in graph.ops if op.primitive == p) for p in ("add", "convert_element_type"))
+    results = {(graph.arguments[0], 0): (-1, 0), (add, 0): (-1, 0), (cast, 0): (0, 0)}
+    step = jax.jit(planned_function(graph, Decisions({(cast, 0): (0, 0)}, results), mesh, NAMES))
+    lines = [line for line in step.lower(rows).as_text().splitlines() if "bf16" in line and "@main" not in line]
+    a, b = NAMES
+    assert "stablehlo.convert" in lines[0]
+    assert f'[{{"{b}"}}, {{}}]' in lines[1], "in the old layout first"
+    assert f'[{{"{a}", "{b}"}}, {{}}]' in lines[2]
+
+
 def dense() -> Any:
     model = keras.Sequential(
         [keras.Input((256,)), *[keras.layers.Dense(512, "relu") for _ in range(2)], keras.layers.Dense(256)]

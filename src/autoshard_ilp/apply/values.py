@@ -175,7 +175,8 @@ class Values:
         if rounded:
             rounded = not is_cut(now, layout, self.graph.tensors[tensor].shape, plan.axis_sizes)
         if moves and plan.casts[op.id]:
-            value = value.astype(plan.casts[op.id])
+            # In its old layout, or the partitioner casts what has arrived.
+            value = plan.constrain(value.astype(plan.casts[op.id]), tensor, now)
         elif rounded:
             value = value.astype(jnp.bfloat16)
         for after in (*plan.decisions.via.get((op.id, i), ()), layout):
