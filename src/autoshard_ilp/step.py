@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard_ilp.errors import InputShapeError
-from autoshard_ilp.garbage import collector_paused
+from autoshard_ilp.garbage import collector_paused, old_objects_left
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.mesh import MeshSpec
 
@@ -36,6 +36,7 @@ class Step:
     blocks: int = 1
 
 
+@old_objects_left()
 @collector_paused()
 def trace(model: Any, mesh: MeshSpec, **options: Any) -> Any:
     """Traces the step once (:func:`autoshard_ilp.trace.trace_model`) and checks the batch against the mesh."""
