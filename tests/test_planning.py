@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -15,6 +16,7 @@ import pytest
 import autoshard_ilp as autoshard
 from autoshard_ilp import flatten, program
 from autoshard_ilp.garbage import old_objects_left
+from autoshard_ilp.planning import LAST_PLAN_PART, PLAN_PART
 from autoshard_ilp.program import core
 
 
@@ -98,11 +100,34 @@ def test_what_fits_is_found_by_its_memory_where_the_solver_finds_nothing(
         asked = free.what_if(memory_budget=enough)
         assert asked.memory.peak_bytes <= enough
         assert any("within the time limit" in note for note in asked.notes)
-    with pytest.raises(autoshard.InfeasibleError):
+    with pytest.raises(autoshard.InfeasibleError) as error:
         autoshard.optimize(shallow, mesh, enough // 3, **options)
+    assert error.value.minimum_budget is not None and error.value.minimum_budget > enough // 3
     monkeypatch.undo()
     asked = plan.what_if(memory_budget=2 * enough)
     assert asked.memory.peak_bytes <= 2 * enough
+
+
+def test_a_policy_without_a_plan_leaves_time_for_those_that_hold_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the time is that of the policies that follow, or of the search for the least memory."""
+    asked, solve = list[float](), program.solve
+
+    def finds_nothing(problem: Any, options: Any, **keywords: Any) -> Any:
+        asked.extend([keywords["plan_seconds"]] if "plan_seconds" in keywords else [])
+        found = solve(problem, options, **keywords)
+        if keywords.get("hint") is not None or found.status == "infeasible":
+            return found
+        return replace(found, status="feasible", choices=None, objective=math.inf, lower_bound=0.0, report={})
+
+    free = autoshard.optimize(functools.partial(deep, 2), {"data": 2}, batch_size=64, hardware="h100", remat="never")
+    monkeypatch.setattr(program, "solve", finds_nothing)
+    limit = autoshard.SolverOptions(time_limit=10)
+    options: dict[str, Any] = {"batch_size": 64, "hardware": "h100", "solver": limit}
+    budget = int(0.99 * free.memory.peak_bytes)
+    with contextlib.suppress(autoshard.InfeasibleError):
+        autoshard.optimize(functools.partial(deep, 2), {"data": 2}, budget, **options)
+    assert 0 < asked[0] <= 0.8 * PLAN_PART * 10
+    assert max(asked) <= LAST_PLAN_PART * 10
 
 
 def test_policies_share_the_time_for_the_smallest_budget(monkeypatch: pytest.MonkeyPatch) -> None:
