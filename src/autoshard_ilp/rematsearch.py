@@ -38,6 +38,7 @@ from autoshard_ilp.fewerblocks import (
 )
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.remat import Policy
+from autoshard_ilp.untied import HARDLY
 
 FIRST_PART = 0.9
 """Of the time left: what a plan that recomputes all blocks may take, when fewer are tried after it."""
@@ -190,11 +191,11 @@ def _search(
                 n_blocks, none, now = blocks_of(found.failures[0]), found.failures[-1], clock()
                 until = now + (1 - PROVE_PART * found_by_kind(answer)) * (deadline - now)
                 FewerBlocks(found, means, policy, smaller, n_blocks, until, none, answer).run(took)
-            _prove(found, tried, took if found.plan is answer else 0.0, deadline - clock())
+            _prove(found, means, took if found.plan is answer else 0.0, deadline - clock())
         elif policy == "never" and len(policies) > 1 and means.dear(answer) > DEAR_SHARE:
             _recomputed_instead(found, policies[1:], means, blocks_of(answer), deadline)
         elif policy == "never" and len(policies) > 1:
-            _prove(found, tried, took, deadline - clock())
+            _prove(found, means, took, deadline - clock())
         break
     else:
         if tuple(policies[-2:]) == ("selective", "full"):
@@ -223,17 +224,18 @@ def _mixed(found: Found, means: Means, n_blocks: int, took: float, deadline: flo
         found.failures.append(answer)
 
 
-def _prove(found: Found, tried: Tried, took: float, left: float) -> None:
+def _prove(found: Found, means: Means, took: float, left: float) -> None:
     """Where the best plan was left early, and unproved: solve it to the end.
 
-    Not where less time is ``left`` than it ``took`` (seconds): it would end as before.
+    Not where less time is ``left`` than it ``took`` (seconds): it would end as before. Nor where the budget adds hardly
+    anything: the bound without it says as much (:mod:`autoshard_ilp.untied`).
     """
     plan = found.plan
     assert plan is not None
     unproved = _Open.of(plan)
-    if unproved is None or left <= took:
+    if unproved is None or left <= took or 0 < means.dear(plan) <= HARDLY:
         return
-    answer = tried(plan.remat_policy, left, math.inf, 1.0)
+    answer = means.tried(plan.remat_policy, left, math.inf, 1.0)
     if not isinstance(answer, Plan) or answer.cost.total_s > plan.cost.total_s:
         return
     if answer.cost.total_s < plan.cost.total_s or answer.lower_bound > unproved.bound:

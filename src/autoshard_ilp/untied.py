@@ -6,6 +6,7 @@ itself is another matter. It is proved here, or such a plan is found; else the b
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,9 @@ NODES = 6000
 
 PART = 0.5
 """... in this part of the time left."""
+
+HARDLY = 3e-3
+"""Share of the step that a budget adds: less is not worth a long proof of how much exactly."""
 
 SAME = 1e-9
 """Relative: a plan that is faster by less is as fast."""
@@ -67,8 +71,8 @@ def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
     The plan's status stays what it is, that of the program with shared decisions; bound and gap are those of all plans.
 
     Args:
-        plan: with its trail. Where nothing is tied, or the tied plan is not proved, or no time or memory is left, it is
-            returned as it is; so it is after an interrupt.
+        plan: with its trail. Where nothing is tied, or the tied plan is not proved and clearly slower than without a
+            budget, or no time or memory is left, it is returned as it is; so it is after an interrupt.
         progress: shows the stage.
         seconds: that the solver may take.
     """
@@ -83,7 +87,7 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
     from autoshard_ilp.program.whole import CELLS, solve_repeated
 
     trail = plan.trail
-    if trail is None or not trail.costs.tied or trail.solution.status != "optimal":
+    if trail is None or not trail.costs.tied or not (trail.solution.status == "optimal" or _hardly_binds(plan)):
         return plan  # a plan that is not proved among fewer plans has a bound that says more than this one would
     pricing = plan.timings.get("strategies", 0.0) + plan.timings.get("costs", 0.0)
     if seconds < max(LEAST_SECONDS, TIMES * pricing):
@@ -92,17 +96,22 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
     solution, binds = trail.solution, bool(trail.solution.report.get("rows"))
     with progress.stage("proof"), collector_paused():
         built = replace(trail.built, program=trail.program)
-        prices = dict(solution.report.get("prices") or {}) if binds else {}
+        open_ = solution.status != "optimal"  # then the bound without memory is the better one
+        prices = dict(solution.report.get("prices") or {}) if binds and not open_ else {}
         step = apart(trail.costs, built, plan.objective, prices)
         known = solution.choices[step.classes]
         options = within(trail.request.solver, seconds - (time.monotonic() - began))
-        most_cells = 0 if binds else CELLS  # prices give a bound, no plan
+        most_cells = 0 if binds or open_ else CELLS  # prices give a bound, no plan
         found: Any = solve_repeated(
             step.program, step.alike, known, options, most_cells=most_cells, on_progress=progress.tell
         )
         if found.report.get("interrupted") or not {"chain", "descent"} & set(found.report):
             return plan  # nothing is known but what was known before
-        bound = min(found.lower_bound + step.offset, plan.lower_bound)
+        bound = min(found.lower_bound + step.offset, solution.objective if open_ else plan.lower_bound)
+        if open_:
+            timings = {**plan.timings, "proof": time.monotonic() - began}
+            better = bound > plan.lower_bound
+            return _told(replace(plan, lower_bound=bound, timings=timings), trail.costs) if better else plan
         if binds:
             solution.report["priced_bound"] = PricedBound(prices, bound, trail.request.capacity)
         open_gap = solution.objective - bound > CLOSE * solution.objective
@@ -119,6 +128,14 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
                 return replace(faster, timings={**faster.timings, "proof": time.monotonic() - began})
     timings = {**plan.timings, "proof": time.monotonic() - began}
     return _told(replace(plan, lower_bound=bound, timings=timings), trail.costs)
+
+
+def _hardly_binds(plan: Plan) -> bool:
+    """Whether a plan that is not proved is hardly slower than without a budget, so that little is left to be proved."""
+    assert plan.trail is not None
+    solution = plan.trail.solution
+    free = solution.report.get("without_memory", -math.inf)
+    return solution.choices is not None and solution.objective * (1 - HARDLY) <= free < solution.objective
 
 
 def _with_memory(plan: Plan, step: Any, known: Any, bound: float, seconds: float, progress: Progress) -> Any:
