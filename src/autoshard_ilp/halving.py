@@ -374,6 +374,11 @@ def within(options: Any, seconds: float) -> Any:
 
 
 def for_any_plan(keywords: Mapping[str, Any], ends: float) -> dict[str, Any]:
-    """Keywords of a solve that is over at the monotonic time ``ends`` if no plan is known by then."""
+    """Keywords of a solve that is over at the monotonic time ``ends`` if no plan is known by then.
+
+    Only where memory is known to bind: the best plan without a budget, and prices, take the time that they take.
+    """
+    if keywords.get("mixing") or "relaxed" not in keywords:
+        return dict(keywords)
     left = max(0.0, ends - time.monotonic())
     return {**keywords, "plan_seconds": min(left, keywords.get("plan_seconds", math.inf))}
