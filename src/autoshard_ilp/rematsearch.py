@@ -38,7 +38,6 @@ from autoshard_ilp.fewerblocks import (
 )
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.remat import Policy
-from autoshard_ilp.untied import HARDLY
 
 FIRST_PART = 0.9
 """Of the time left: what a plan that recomputes all blocks may take, when fewer are tried after it."""
@@ -48,6 +47,9 @@ NEVER_PART = 0.8
 
 DEAR_SHARE = 0.05
 """Where the budget adds more than this share of the step, recomputation may be cheaper than layouts that hold less."""
+
+HARDLY = 3e-3
+"""Share of the step that a budget adds: less is not worth a long proof of how much exactly."""
 
 FREE_TIMES = 2.0
 """So many times what a plan that fits took without a budget is the least time for a policy instead of it ..."""
@@ -102,6 +104,11 @@ def memory_share(plan: Plan) -> float:
     if not math.isfinite(bound) or solution.objective <= 0:
         return 0.0
     return max(0.0, 1.0 - bound / solution.objective)
+
+
+def hardly_dear(plan: Plan) -> bool:
+    """Whether memory binds, and a plan is hardly slower than the best one without a budget."""
+    return 0.0 < memory_share(plan) <= HARDLY
 
 
 def free_seconds(plan: Plan) -> float:
@@ -191,11 +198,11 @@ def _search(
                 n_blocks, none, now = blocks_of(found.failures[0]), found.failures[-1], clock()
                 until = now + (1 - PROVE_PART * found_by_kind(answer)) * (deadline - now)
                 FewerBlocks(found, means, policy, smaller, n_blocks, until, none, answer).run(took)
-            _prove(found, means, took if found.plan is answer else 0.0, deadline - clock())
+            _prove(found, means.tried, took if found.plan is answer else 0.0, deadline - clock())
         elif policy == "never" and len(policies) > 1 and means.dear(answer) > DEAR_SHARE:
             _recomputed_instead(found, policies[1:], means, blocks_of(answer), deadline)
         elif policy == "never" and len(policies) > 1:
-            _prove(found, means, took, deadline - clock())
+            _prove(found, means.tried, took, deadline - clock())
         break
     else:
         if tuple(policies[-2:]) == ("selective", "full"):
@@ -224,18 +231,19 @@ def _mixed(found: Found, means: Means, n_blocks: int, took: float, deadline: flo
         found.failures.append(answer)
 
 
-def _prove(found: Found, means: Means, took: float, left: float) -> None:
+def _prove(found: Found, tried: Tried, took: float, left: float) -> None:
     """Where the best plan was left early, and unproved: solve it to the end.
 
     Not where less time is ``left`` than it ``took`` (seconds): it would end as before. Nor where the budget adds hardly
-    anything: the bound without it says as much (:mod:`autoshard_ilp.untied`).
+    anything and one plan takes long: the bound of the step without ties says as much (:mod:`autoshard_ilp.untied`).
     """
     plan = found.plan
     assert plan is not None
     unproved = _Open.of(plan)
-    if unproved is None or left <= took or 0 < means.dear(plan) <= HARDLY:
+    tied = plan.trail is not None and plan.trail.costs.tied
+    if unproved is None or left <= took or (tied and took > QUICK_SECONDS and hardly_dear(plan)):
         return
-    answer = means.tried(plan.remat_policy, left, math.inf, 1.0)
+    answer = tried(plan.remat_policy, left, math.inf, 1.0)
     if not isinstance(answer, Plan) or answer.cost.total_s > plan.cost.total_s:
         return
     if answer.cost.total_s < plan.cost.total_s or answer.lower_bound > unproved.bound:

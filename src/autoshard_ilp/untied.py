@@ -6,7 +6,6 @@ itself is another matter. It is proved here, or such a plan is found; else the b
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.halving import within
 from autoshard_ilp.plan import Plan, Trail
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.rematsearch import hardly_dear
 
 LEAST_SECONDS = 1.0
 """In less time nothing is shown ..."""
@@ -34,9 +34,6 @@ NODES = 6000
 
 PART = 0.5
 """... in this part of the time left."""
-
-HARDLY = 3e-3
-"""Share of the step that a budget adds: less is not worth a long proof of how much exactly."""
 
 SAME = 1e-9
 """Relative: a plan that is faster by less is as fast."""
@@ -87,7 +84,7 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
     from autoshard_ilp.program.whole import CELLS, solve_repeated
 
     trail = plan.trail
-    if trail is None or not trail.costs.tied or not (trail.solution.status == "optimal" or _hardly_binds(plan)):
+    if trail is None or not trail.costs.tied or not (trail.solution.status == "optimal" or hardly_dear(plan)):
         return plan  # a plan that is not proved among fewer plans has a bound that says more than this one would
     pricing = plan.timings.get("strategies", 0.0) + plan.timings.get("costs", 0.0)
     if seconds < max(LEAST_SECONDS, TIMES * pricing):
@@ -128,14 +125,6 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
                 return replace(faster, timings={**faster.timings, "proof": time.monotonic() - began})
     timings = {**plan.timings, "proof": time.monotonic() - began}
     return _told(replace(plan, lower_bound=bound, timings=timings), trail.costs)
-
-
-def _hardly_binds(plan: Plan) -> bool:
-    """Whether a plan that is not proved is hardly slower than without a budget, so that little is left to be proved."""
-    assert plan.trail is not None
-    solution = plan.trail.solution
-    free = solution.report.get("without_memory", -math.inf)
-    return solution.choices is not None and solution.objective * (1 - HARDLY) <= free < solution.objective
 
 
 def _with_memory(plan: Plan, step: Any, known: Any, bound: float, seconds: float, progress: Progress) -> Any:
