@@ -20,6 +20,7 @@ from autoshard_ilp.costs.apart import apart, parted
 from autoshard_ilp.costs.build import build_program
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.rematsearch import HARDLY
 
 MESH = {"data": 2, "model": 4}
 OPTIONS: dict[str, Any] = {"hardware": "h100", "batch_size": 64, "progress": False}
@@ -150,6 +151,26 @@ def test_a_faster_plan_without_ties_is_taken(tied_only: Any) -> None:
     assert worse is not None
     assert worse.cost.total_s == pytest.approx(plan.cost.total_s, rel=1e-9)
     assert worse.specs == plan.specs
+
+
+@pytest.mark.parametrize(("added", "shown"), [(0.5, True), (2.0, False)])
+def test_a_plan_left_open_has_the_bound_without_a_budget_where_that_is_near(
+    added: float, shown: bool, tied_only: Any
+) -> None:
+    """The bound of all plans without a budget holds under one; the plan stays."""
+    plan = tied_only(deep(4), MESH, remat="never", **OPTIONS)
+    solution = plan.trail.solution
+    report = {**solution.report, "without_memory": solution.objective * (1 - added * HARDLY)}
+    low = 0.9 * solution.objective
+    solution = replace(solution, status="feasible", lower_bound=low, report=report)
+    left = replace(plan, status="feasible", lower_bound=low, trail=replace(plan.trail, solution=solution))
+    told = untied.without_ties(left, Progress(False), 60.0)
+    assert (told is left) != shown
+    assert told.specs == left.specs and told.status == "feasible"
+    if shown:
+        true = untied.without_ties(plan, Progress(False), 60.0)
+        assert low < told.lower_bound <= true.cost.total_s * (1 + 1e-9)
+        assert told.gap == pytest.approx(1 - told.lower_bound / told.cost.total_s, abs=1e-8)
 
 
 def test_without_time_or_ties_the_plan_stays(tied_only: Any) -> None:
