@@ -6,15 +6,18 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
+from autoshard_ilp.costs.onchip import FORWARD
 from autoshard_ilp.program import brute_force, minimum_capacity, solve
 from autoshard_ilp.program.mathopt import solve_mathopt
 from autoshard_ilp.program.model import Lifetimes, Program, SolverOptions
+from compiled import needs_tpu
 from program_cases import programs, random_program
 
 MIB = 2**20
@@ -87,6 +90,29 @@ def test_a_plan_counts_what_stays_on_the_chip(kept: int) -> None:
     again = autoshard.optimize(model, {"data": 4}, memory.peak_bytes, hardware=plan.trail.request.profile, **options)
     assert again.memory.peak_bytes <= memory.peak_bytes
     assert again.cost.total_s == pytest.approx(plan.cost.total_s)
+
+
+def test_without_a_backward_pass_more_stays_on_the_chip() -> None:
+    profile = replace(autoshard.profile("tpu-v5e"), heap_loss_share=0.0)
+    options: dict[str, Any] = {"batch_size": 2**14, "mode": "predict", "progress": False, "pins": {"inputs": "data"}}
+    off, on = (
+        autoshard.optimize(model, {"data": 4}, hardware=replace(profile, vector_memory_bytes=kept), **options)
+        for kept in (0, 12 * MIB)
+    )
+    assert off.memory.peak_bytes - on.memory.peak_bytes == round(FORWARD * 12 * MIB)
+
+
+@needs_tpu
+def test_what_one_loop_writes_for_the_next_stays_on_the_chip() -> None:
+    """A stack is written to for as long as its loop runs, and never idle, however long that takes."""
+    layers = keras.layers
+    tokens = keras.Input((512,), dtype="int32")
+    x = layers.Embedding(1000, 256)(tokens)
+    net = keras.Model(tokens, layers.LSTM(256)(layers.LSTM(256, return_sequences=True)(x)))
+    options: dict[str, Any] = {"hardware": "tpu-v5e", "batch_size": 128, "mode": "predict", "progress": False}
+    plan = autoshard.optimize(net, {"data": 8}, **options)
+    assert plan.memory.activations < MIB, "8 MB are stacked by each device"
+    assert plan.verify("tpu-v5e:2x4").compiled_peak_bytes == pytest.approx(plan.memory.peak_bytes, rel=0.1)
 
 
 def test_what_waits_longer_than_copies_of_the_whole_chip_take_is_in_device_memory() -> None:

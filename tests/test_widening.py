@@ -94,4 +94,4 @@ def test_what_follows_windows_has_the_time_that_compiling_them_took(monkeypatch:
 
     monkeypatch.setattr(importlib.import_module("autoshard_ilp.program.solve"), "solve_net", spy)
     assert solve(frustrated(0, 8), SolverOptions(time_limit=100.0)).report["interrupted"]
-    assert len(left) == 1 and 1000.0 < left[0] < 1100.0
+    assert len(left) == 1 and 500.0 < left[0] < 1100.0  # 100 without; a busy machine is slow

@@ -179,6 +179,10 @@ class Graph:
             else:
                 yield reader
 
+    def has_backward(self) -> bool:
+        """Whether gradients are computed."""
+        return any(op.phase == "backward" for op in self.ops)
+
     def networkx(self) -> nx.DiGraph:
         """The graph as a ``networkx.DiGraph``, built on demand.
 

@@ -17,7 +17,7 @@ from autoshard_ilp.costs.combining import gathered_together, known_from_the_star
 from autoshard_ilp.costs.heap import loses, with_holes
 from autoshard_ilp.costs.idle import Idleness
 from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup
-from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, vector_bytes
+from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, largest_bytes, vector_bytes
 from autoshard_ilp.costs.padding import WORKSPACE_BYTES, copies_for_tiles, leaves_triton, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.primitives import VIEWS, fusible
@@ -178,7 +178,8 @@ def build_program(
     if account.family == "tpu":
         counted = count_twice(*counted, account.stacks, table.buffers.horizon)
         counted = count_gathers_twice(*counted, account.ahead, vector_bytes(table.profile))
-    counted = keep_on_chip(*counted, vector_bytes(table.profile), table.buffers.horizon, account.waits)
+    on_chip = vector_bytes(table.profile, table.graph.has_backward()), largest_bytes(table.profile)
+    counted = keep_on_chip(*counted, *on_chip, table.buffers.horizon, account.waits)
     lost = getattr(table.profile, "heap_loss_share", 0.0) if loses(table.graph) else 0.0
     labels, op_ids = zip(*counted[2], strict=True) if counted[2] else ((), ())
     return Built(with_holes(counted[0], lost), counted[1], labels, op_ids, loops)

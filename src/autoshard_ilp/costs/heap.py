@@ -22,7 +22,7 @@ REPORTED = 2
 
 def loses(graph: Graph) -> bool:
     """Whether the heap of a step has holes to speak of."""
-    return any(op.phase == "backward" for op in graph.ops) and not any(op.primitive == "loop_stack" for op in graph.ops)
+    return graph.has_backward() and not any(op.primitive == "loop_stack" for op in graph.ops)
 
 
 def with_holes(program: Program, share: float) -> Program:

@@ -61,7 +61,7 @@ class Idleness:
 
 
 def _reads(graph: Graph, buffers: Buffers) -> list[Busy]:
-    """When each tensor is read, looking through views and fused operations."""
+    """When each tensor is read, looking through views and fused operations; or written by a loop, a piece at a time."""
     found: list[Busy] = [frozenset()] * len(graph.tensors)
     spans = _region_spans(graph, buffers)
     for op in reversed(graph.ops):
@@ -69,6 +69,8 @@ def _reads(graph: Graph, buffers: Buffers) -> list[Busy]:
         inside = op.primitive in VIEWS or (fusible(op) and not any(buffers.stored[t] for t in op.outputs))
         if inside and op.outputs:
             when = frozenset().union(*(found[t] for t in op.outputs))
+        if op.primitive == "loop_stack":
+            found[op.outputs[0]] |= frozenset([spans[op.region]])
         for t in op.inputs:
             entered = _entered(graph, op, t)
             found[t] |= frozenset([spans[entered]]) if entered else when
