@@ -21,7 +21,7 @@ from autoshard_ilp.costs.fold import LEAST_SPLIT, split
 from autoshard_ilp.division import division_of
 from autoshard_ilp.explore import loaded
 from autoshard_ilp.explore.again import problem_of, reprice
-from autoshard_ilp.halving import Left, best_of, solve_divided, start_of
+from autoshard_ilp.halving import Left, Tied, best_of, solve_divided, start_of
 from autoshard_ilp.program import solve
 from autoshard_ilp.progress import Progress
 
@@ -454,6 +454,19 @@ def test_a_bound_of_the_smaller_program_is_none_of_the_larger_one() -> None:
     solver = _Solver([first, solution(), second, solution(1.95)])
     solve_divided(make, solver, 100.0, lambda: solver.now)
     assert [a[3].get("proved") for a in solver.asked] == [None, None, -np.inf, 1.7]
+
+
+def test_what_other_budgets_have_shown_does_for_the_smaller_program_too() -> None:
+    """It is solved without a budget neither at first nor where the larger one finds no plan."""
+    one = problem("tied", [0, 1, 1, 1, 1])
+    one.program.peak = lambda choices: 2
+    known = Tied(one, np.array([7, 8]), 1.9, 5.0, None)
+    solver = _Solver(answers(MIXED, NONE, 2.0), takes=3.0)
+    makes = {0.0: one, 0.5: FINE}
+    found, last, _ = solve_divided(makes.__getitem__, solver, 100.0, lambda: solver.now, tied=known)
+    assert solver.names() == ["prices", "fine", "tied"]
+    assert found is one and last is solver.answers[2]
+    assert solver.asked[-1][2] == 94.0 and solver.asked[-1][3]["without_memory"] == 1.9
 
 
 def test_that_part_is_no_less_than_twice_what_the_program_took_without_a_budget() -> None:

@@ -14,13 +14,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from autoshard_ilp.between import best_between
 from autoshard_ilp.costs.fold import LEAST_SPLIT
-from autoshard_ilp.division import HALF, division_of
+from autoshard_ilp.division import HALF, Division, division_of
 from autoshard_ilp.kinds import Kept, better_of_its_kind, starts_of_kinds
 
 HALVED = "Memory binds: each half of the repeated layers decides for itself."
@@ -148,6 +148,9 @@ def _bound(solution: Any) -> float:
 
 
 P = TypeVar("P", bound=Priced)
+Answer = tuple[P, Any, tuple[str, ...]]
+"""The problem whose plan is taken (or that has none), its solution, and notes for the user."""
+
 Q = TypeVar("Q", contravariant=True)
 
 
@@ -172,7 +175,7 @@ def solve_divided(
     by_kind: bool = False,
     tied: Tied | None = None,
     enough: float = 0.0,
-) -> tuple[P, Any, tuple[str, ...]]:
+) -> Answer[P]:
     """Solves a program and, where memory binds, the one with two decisions per repeated layer instead.
 
     Args:
@@ -195,105 +198,215 @@ def solve_divided(
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
     """
-    began, make = clock(), functools.cache(make)
-
-    def left() -> float:
-        return max(0.0, time_limit - (clock() - began))
-
-    def short(first: Any) -> bool:
-        """Whether half of the time left would show little, so that there is none for anything else."""
-        return bool(BOUND_TIMES * first.seconds > BOUND_SHARE * left())
-
-    def part(first: Any) -> dict[str, float]:
-        if short(first):
-            return {"seconds": left()}
-        least = max(BOUND_SECONDS, BOUND_TIMES * first.seconds)
-        share = bound_part if wide(make(0.0).program) else min(bound_part, divided_part)
-        steady = max(share * left(), min(least, BOUND_SHARE * left()))
-        longer = max(steady, BOUND_SHARE * left())
-        return {"seconds": longer, **({"steady_seconds": steady} if longer > steady else {})}
-
-    def over(found: Any) -> bool:
-        known = found.status in ("infeasible", "optimal") or found.lower_bound >= cutoff
-        ended = found.report.get("interrupted") or found.report.get("too_dear")
-        return bool(known or ended or left() <= 0)
-
+    parts = _Parts(free_part, bound_part, divided_part)
+    search = _Divided(functools.cache(make), solve, clock() + time_limit, clock, parts, cutoff, by_kind, enough)
     if left_before is not None:
-        same, stopped = make(left_before.first_share), False
-        if left_before.by_kind and left_before.choices is not None:
-            seconds = KIND_AGAIN * left()
-            better, stopped = better_of_its_kind(same.program, same.kinds(), solve, left_before.choices, seconds)
-            left_before = replace(left_before, choices=better)
-        found = _with_memory(same, solve, left_before, 0.0 if stopped else left())
-        if stopped:
+        return search.taken_up(left_before)
+    if not splittable(search.one):
+        return search.alone()
+    return search.without_budget(surely, tied) or search.tied(tied) or search.divided(surely)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Shares of the time left, as :func:`solve_divided` takes them."""
+
+    free: float
+    bound: float
+    divided: float
+
+
+class _Divided(Generic[P]):
+    """The steps of :func:`solve_divided`; each has an answer, or leaves what it has found to the next.
+
+    Attributes:
+        one: the problem with one decision for all repeated layers.
+        known: what is known of it: of the best plan without a budget, at first.
+        first: its solution without a budget, if it was asked for one.
+        keywords: further ones for solving the divided problem.
+        ends: when that is over.
+        plans: of ``one``, to begin from.
+        prices: time -> seconds per byte in use then.
+        mixed, division: what a mixture of plans has shown, and how it divides the layers.
+        stopped: interrupted; the best plan is taken as soon as may be.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[float], P],
+        solve: Solve[P],
+        deadline: float,
+        clock: Callable[[], float],
+        parts: _Parts,
+        cutoff: float,
+        by_kind: bool,
+        enough: float,
+    ) -> None:
+        self.make, self.solve, self.deadline, self.clock = make, solve, deadline, clock
+        self.parts, self.cutoff, self.by_kind, self.enough = parts, cutoff, by_kind, enough
+        self.known: Left | None = None
+        self.first: Any = None
+        self.keywords: dict[str, float] = {}
+        self.ends = deadline
+        self.plans: list[np.ndarray | None] = []
+        self.prices: Mapping[int, float] | None = None
+        self.mixed: Any = None
+        self.division: Division | None = None
+        self.stopped = False
+
+    @functools.cached_property
+    def one(self) -> P:
+        return self.make(0.0)
+
+    def left(self) -> float:
+        """Seconds, of the whole limit."""
+        return max(0.0, self.deadline - self.clock())
+
+    def until_end(self) -> float:
+        """Seconds, of what the divided problem may take."""
+        return max(0.0, self.ends - self.clock())
+
+    def taken_up(self, known: Left) -> Answer[P]:
+        """Goes on from where an earlier call was left."""
+        same = self.make(known.first_share)
+        if known.by_kind and known.choices is not None:
+            seconds = KIND_AGAIN * self.left()
+            better, self.stopped = better_of_its_kind(same.program, same.kinds(), self.solve, known.choices, seconds)
+            known = replace(known, choices=better)
+        found = _with_memory(same, self.solve, known, 0.0 if self.stopped else self.left())
+        if self.stopped:
             found.report["interrupted"] = True
-        return same, found, (_note(same),) if left_before.first_share else ()
-    one = make(0.0)
-    if not splittable(one):
-        return one, _alone(one, solve, left, over, part if bound_part < 1 else None), ()
-    parts: dict[str, float] = {}
-    if surely:
-        known = Left(0.0, None, cheapest(one.program), -math.inf, -math.inf, 0.0)
-    elif tied is not None and one.program.peak(tied.relaxed) > one.program.capacity:
-        known = Left(0.0, None, tied.relaxed, -math.inf, tied.without_memory, tied.free_seconds)
-    else:
-        first = solve(one, None, free_part * left(), rows=False)
+        return same, found, (_note(same),) if known.first_share else ()
+
+    def alone(self) -> Answer[P]:
+        """Solves the one program there is; where memory binds, within its part of the time left then."""
+        one, solve = self.one, self.solve
+        if self.parts.bound >= 1 or one.program.capacity is None:
+            return one, solve(one, None, self.left()), ()
+        first = solve(one, None, self.left(), rows=False)
         relaxed = first.report.pop("relaxed", None)
-        if relaxed is None or over(first):
+        if relaxed is None or self._over(first):
             return one, first, ()
-        known, parts = Left(0.0, first.choices, relaxed, -math.inf, _bound(first), first.seconds), part(first)
-        if not short(first):
-            parts["plan_seconds"] = PLAN_SHARE * min(parts.values())
-    ends = clock() + parts.pop("seconds", left())
-    division, prices, stopped, mixture, mixed = None, None, False, None, None
-    plans: list[np.ndarray | None] = [known.choices]
-    best = poor = math.inf
-    if not wide(one.program) and not by_kind:
-        before = True if tied is None or tied.mixed is None else tied.mixed
-        shown = solve(one, None, MIXING_SHARE * (ends - clock()), mixing=before, relaxed=known.relaxed)
-        if shown.report.get("interrupted"):
-            return one, shown, ()
-        mixture, prices, mixed = (shown.report.get(what) for what in ("mixture", "prices", "mixed"))
-        far = (1 - FAR) * shown.lower_bound >= known.without_memory > 0
-        if far and bound_part < 1 and shown.choices is not None:
-            return one, _told(shown, known), ()
-        near = shown.choices is not None and shown.objective - shown.lower_bound <= FREE * abs(shown.objective)
-        if near and not any((prices or {}).values()):
-            return one, solve(one, shown.choices, max(0.0, ends - clock())), ()  # it does not bind after all
-        seconds = sum(weight * cost for weight, cost, _ in mixture or ())
-        if mixture and seconds - shown.lower_bound <= MIXED * abs(seconds):
-            division = division_of(one.table, mixture)
-        plans.append(shown.choices)
-        best, poor = math.inf if shown.choices is None else float(shown.objective), (1 + POOR) * shown.lower_bound
-    if by_kind or (best > poor and division is None and not wide(one.program)):
-        seconds = (KINDS_ALONE if by_kind else KINDS_SHARE) * max(0.0, ends - clock())
-        least = min(best, cutoff)
-        more, stopped = starts_of_kinds(one.program, one.kinds(), solve, seconds, clock, least, one=by_kind)
-        if stopped or (by_kind and more):  # one of many similar steps: the best of them is taken up again
-            ends = clock()
-        plans, by_kind = [*plans, *more], by_kind or bool(more)
-    fine = make((0.0 if by_kind else HALF) if division is None else division.first_share)
-    met = [] if mixed is None or stopped else mixed.nearest(FEW_PLANS)
-    starts = [start_of(one.table, fine.table, plan) for plan in plans if plan is not None]
-    starts += [] if division is None else [division.start(one.table, fine.table)]
-    relaxed, first_plan = start_of(one.table, fine.table, known.relaxed), best_of(fine.program, starts)
-    if met:
-        few = [relaxed, *(start_of(one.table, fine.table, plan) for plan in met), *starts]
-        seconds = BETWEEN_SHARE * (ends - clock())
-        first_plan, stopped = best_between(fine.program, few, solve, first_plan, seconds, prices)
-        ends = clock() if stopped else ends
-    of_fine = replace(known, first_share=fine.table.first_share, choices=first_plan, relaxed=relaxed, prices=prices)
-    parts |= {"relative_gap": enough} if enough else {}
-    second = _with_memory(fine, solve, of_fine, max(0.0, ends - clock()), **parts)
-    second.report["by_kind"], second.report["enough"] = by_kind, bool(enough) and second.gap <= enough
-    if mixed is not None:
-        second.report["tied"] = Tied(one, known.relaxed, known.without_memory, known.free_seconds, mixed)
-    if stopped:
-        second.report["interrupted"] = True
-    if second.choices is None and not surely and not over(second):
-        known = replace(known, lower_bound=_bound(second))
-        return one, _with_memory(one, solve, known, **part(first)), ()
-    return fine, second, (_note(fine),) if fine.table.first_share else ()
+        known = Left(0.0, first.choices, relaxed, _bound(first), _bound(first), first.seconds)
+        return one, _with_memory(one, solve, known, **self._part(first)), ()
+
+    def without_budget(self, surely: bool, tied: Tied | None) -> Answer[P] | None:
+        """Solves the tied program without memory, unless it is known what that would show; an answer where it fits."""
+        one = self.one
+        if surely:
+            self.known = Left(0.0, None, cheapest(one.program), -math.inf, -math.inf, 0.0)
+        elif tied is not None and one.program.peak(tied.relaxed) > one.program.capacity:
+            self.known = Left(0.0, None, tied.relaxed, -math.inf, tied.without_memory, tied.free_seconds)
+        else:
+            first = self.first = self.solve(one, None, self.parts.free * self.left(), rows=False)
+            relaxed = first.report.pop("relaxed", None)
+            if relaxed is None or self._over(first):
+                return one, first, ()
+            self.known = Left(0.0, first.choices, relaxed, -math.inf, _bound(first), first.seconds)
+            self.keywords = self._part(first)
+            if not self._short(first):
+                self.keywords["plan_seconds"] = PLAN_SHARE * min(self.keywords.values())
+        self.ends = self.clock() + self.keywords.pop("seconds", self.left())
+        return None
+
+    def tied(self, tied: Tied | None) -> Answer[P] | None:
+        """Looks at prices of bytes, and then at plans of known kinds where that has shown no good start."""
+        one, known = self.one, self._known()
+        self.plans = [known.choices]
+        best = poor = math.inf
+        large = wide(one.program)
+        if not large and not self.by_kind:
+            before = True if tied is None or tied.mixed is None else tied.mixed
+            seconds = MIXING_SHARE * (self.ends - self.clock())
+            shown = self.solve(one, None, seconds, mixing=before, relaxed=known.relaxed)
+            if shown.report.get("interrupted"):
+                return one, shown, ()
+            mixture, self.prices, self.mixed = (shown.report.get(what) for what in ("mixture", "prices", "mixed"))
+            far = (1 - FAR) * shown.lower_bound >= known.without_memory > 0
+            if far and self.parts.bound < 1 and shown.choices is not None:
+                return one, _told(shown, known), ()
+            near = shown.choices is not None and shown.objective - shown.lower_bound <= FREE * abs(shown.objective)
+            if near and not any((self.prices or {}).values()):
+                return one, self.solve(one, shown.choices, self.until_end()), ()  # it does not bind after all
+            cost = sum(weight * plan_cost for weight, plan_cost, _ in mixture or ())
+            if mixture and cost - shown.lower_bound <= MIXED * abs(cost):
+                self.division = division_of(one.table, mixture)
+            self.plans.append(shown.choices)
+            best = math.inf if shown.choices is None else float(shown.objective)
+            poor = (1 + POOR) * shown.lower_bound
+        if self.by_kind or (best > poor and self.division is None and not large):
+            self._of_kinds(best)
+        return None
+
+    def _of_kinds(self, best: float) -> None:
+        """Plans of known kinds, that cost less than the ``best`` so far."""
+        seconds = (KINDS_ALONE if self.by_kind else KINDS_SHARE) * self.until_end()
+        least, one = min(best, self.cutoff), self.one
+        more, self.stopped = starts_of_kinds(
+            one.program, one.kinds(), self.solve, seconds, self.clock, least, one=self.by_kind
+        )
+        if self.stopped or (self.by_kind and more):  # one of many similar steps: the best of them is taken up again
+            self.ends = self.clock()
+        self.plans, self.by_kind = [*self.plans, *more], self.by_kind or bool(more)
+
+    def divided(self, surely: bool) -> Answer[P]:
+        """Solves the program whose layers are divided, from what was found; the tied one where that finds nothing."""
+        one, known = self.one, self._known()
+        fine = self.make((0.0 if self.by_kind else HALF) if self.division is None else self.division.first_share)
+        relaxed = start_of(one.table, fine.table, known.relaxed)
+        start = self._start(fine, relaxed)
+        of_fine = replace(known, first_share=fine.table.first_share, choices=start, relaxed=relaxed, prices=self.prices)
+        keywords = self.keywords | ({"relative_gap": self.enough} if self.enough else {})
+        found = _with_memory(fine, self.solve, of_fine, self.until_end(), **keywords)
+        found.report.update(by_kind=self.by_kind, enough=bool(self.enough) and found.gap <= self.enough)
+        if self.mixed is not None:
+            found.report["tied"] = Tied(one, known.relaxed, known.without_memory, known.free_seconds, self.mixed)
+        if self.stopped:
+            found.report["interrupted"] = True
+        if found.choices is None and not surely and not self._over(found):
+            known = replace(known, lower_bound=_bound(found))
+            part = {"seconds": self.left()} if self.first is None else self._part(self.first)
+            return one, _with_memory(one, self.solve, known, **part), ()
+        return fine, found, (_note(fine),) if fine.table.first_share else ()
+
+    def _start(self, fine: P, relaxed: np.ndarray) -> np.ndarray | None:
+        """The best plan of the divided problem that can be put together from plans of the tied one."""
+        met = [] if self.mixed is None or self.stopped else self.mixed.nearest(FEW_PLANS)
+        tables = self.one.table, fine.table
+        starts = [start_of(*tables, plan) for plan in self.plans if plan is not None]
+        starts += [] if self.division is None else [self.division.start(*tables)]
+        start = best_of(fine.program, starts)
+        if met:
+            few = [relaxed, *(start_of(*tables, plan) for plan in met), *starts]
+            seconds = BETWEEN_SHARE * (self.ends - self.clock())
+            start, self.stopped = best_between(fine.program, few, self.solve, start, seconds, self.prices)
+            self.ends = self.clock() if self.stopped else self.ends
+        return start
+
+    def _known(self) -> Left:
+        assert self.known is not None, "without_budget comes first"
+        return self.known
+
+    def _over(self, found: Any) -> bool:
+        """Whether a solution leaves nothing to do, or no time."""
+        known = found.status in ("infeasible", "optimal") or found.lower_bound >= self.cutoff
+        ended = found.report.get("interrupted") or found.report.get("too_dear")
+        return bool(known or ended or self.left() <= 0)
+
+    def _short(self, first: Any) -> bool:
+        """Whether half of the time left would show little, so that there is none for anything else."""
+        return bool(BOUND_TIMES * first.seconds > BOUND_SHARE * self.left())
+
+    def _part(self, first: Any) -> dict[str, float]:
+        """Seconds for what comes where memory binds, after a solution without a budget."""
+        left = self.left()
+        if self._short(first):
+            return {"seconds": left}
+        least = max(BOUND_SECONDS, BOUND_TIMES * first.seconds)
+        share = self.parts.bound if wide(self.one.program) else min(self.parts.bound, self.parts.divided)
+        steady = max(share * left, min(least, BOUND_SHARE * left))
+        longer = max(steady, BOUND_SHARE * left)
+        return {"seconds": longer, **({"steady_seconds": steady} if longer > steady else {})}
 
 
 def best_of(program: Any, starts: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -312,24 +425,6 @@ def _note(problem: Priced) -> str:
         return APART
     share = problem.table.first_share
     return HALVED if share == HALF else DIVIDED.format(100 * share)
-
-
-def _alone(
-    one: P,
-    solve: Solve[P],
-    left: Callable[[], float],
-    over: Callable[[Any], bool],
-    part: Callable[[Any], dict[str, float]] | None,
-) -> Any:
-    """Solves the one program there is; where memory binds, within a ``part`` of the time left then, in seconds."""
-    if part is None or one.program.capacity is None:
-        return solve(one, None, left())
-    first = solve(one, None, left(), rows=False)
-    relaxed = first.report.pop("relaxed", None)
-    if relaxed is None or over(first):
-        return first
-    known = Left(0.0, first.choices, relaxed, _bound(first), _bound(first), first.seconds)
-    return _with_memory(one, solve, known, **part(first))
 
 
 def _with_memory(problem: P, solve: Solve[P], known: Left, seconds: float, **more: Any) -> Any:
