@@ -214,7 +214,7 @@ def _timed(compiled: Any, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
 
     def run(count: int) -> float:
         nonlocal state
-        began = time.perf_counter()
+        began, logs = time.perf_counter(), None
         for _ in range(count):
             state, logs = compiled(state, batch)
         jax.block_until_ready((state, logs))

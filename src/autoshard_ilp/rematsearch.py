@@ -173,7 +173,7 @@ def _search(
 ) -> None:
     """:func:`search`, which keeps in ``found`` what it has."""
     tried, clock = means.tried, means.clock
-    smaller, deadline = "never", clock() + time_limit
+    smaller, deadline, took = "never", clock() + time_limit, 0.0
     for policy in policies:
         fewer = policy != "never" and bool(found.failures) and policies[0] == "never"
         began = clock()

@@ -194,7 +194,7 @@ class Constrained:
             if name == "again" and not self._closer(entry):
                 break
             since = time.monotonic()
-            part = kind(self, net, np.array([self.prices.get(r.time, 0.0) for r in self.rows]))
+            part = kind(self, net, self._prices_of_rows())
             fresh = part.run()
             net = part.net
             self.prices = {r.time: float(p) for r, p in zip(self.rows, part.prices, strict=True)}
@@ -207,7 +207,11 @@ class Constrained:
                 return self.settle(net)
         if self.small(net):
             return self.cpsat(net)
-        return Tree(self, net, part.prices).run()
+        return Tree(self, net, self._prices_of_rows()).run()
+
+    def _prices_of_rows(self) -> np.ndarray:
+        """Seconds per byte, of each row."""
+        return np.array([self.prices.get(row.time, 0.0) for row in self.rows])
 
     def _closer(self, entry: dict[str, Any]) -> bool:
         """Whether the dual found a plan so good that guesses, which left too much before it, may leave little now."""

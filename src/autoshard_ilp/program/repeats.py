@@ -95,12 +95,14 @@ def _numbers(kinds: np.ndarray, backward: np.ndarray) -> np.ndarray:
 def _with_constant_steps(alike: Alike, u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, _Links, np.ndarray]:
     """Kinds, their links, and numbers along the layers; kinds that meet a layer several times are told apart."""
     kinds, edges = np.unique(alike.nodes, return_inverse=True)[1], np.unique(alike.edges, return_inverse=True)[1]
-    for left in range(REFINEMENTS, -1, -1):
+    left = REFINEMENTS
+    while True:
         number = _numbers(kinds, alike.backward)
         links = _links(kinds, edges, number, u, v)
         uneven = links.both & (links.least != links.most)
         if not uneven.any() or not left:
-            break
+            return kinds, links, number
+        left -= 1
         again = np.zeros(kinds.max() + 1, bool)
         again[kinds[u[links.first[uneven]]]] = again[kinds[v[links.first[uneven]]]] = True
         around: list[list[int]] = [[] for _ in kinds]
@@ -111,7 +113,6 @@ def _with_constant_steps(alike: Alike, u: np.ndarray, v: np.ndarray) -> tuple[np
         parts = [(k, tuple(sorted(near))) for k, near in zip(kinds.tolist(), around, strict=True)]
         kinds = np.array([names.setdefault(p, len(names)) for p in parts], np.int64)
         edges = np.unique(np.stack([edges, kinds[u], kinds[v]]), axis=1, return_inverse=True)[1].reshape(-1)
-    return kinds, links, number
 
 
 def _links(kinds: np.ndarray, edges: np.ndarray, number: np.ndarray, u: np.ndarray, v: np.ndarray) -> _Links:
