@@ -481,6 +481,25 @@ def test_a_plan_left_unproved_gets_the_time_that_fewer_blocks_leave(closes: bool
     assert found.plan.notes[0] == "n" and "8 of 8 blocks fit" in found.plan.notes[1] and len(found.plan.notes) == 2
 
 
+@pytest.mark.parametrize(("seconds", "times"), [(40.0, 2), (60.0, 1)])
+def test_less_time_than_a_plan_took_proves_no_more_of_it(seconds: float, times: int, any_plan: Plan) -> None:
+    now, asked = 0.0, list[str]()
+
+    def tried(text: str, limit: float, worse_than: float, dear: float) -> Any:
+        nonlocal now
+        asked.append(text)
+        now += seconds if text == "selective" else 1.0
+        if text != "selective":
+            return text
+        plan = _costing(any_plan, 5.0)
+        solution = replace(plan.trail.solution, status="feasible", lower_bound=4.9)
+        return replace(plan, remat_policy=text, trail=replace(plan.trail, solution=solution), lower_bound=4.9)
+
+    found = search(("never", "selective"), tried, lambda failed: 1, 100.0, lambda: now, share=lambda plan: 1e-4)
+    assert asked == ["never"] + times * ["selective"]
+    assert found.plan is not None and len(found.plan.notes) == len(any_plan.notes) + 1
+
+
 def test_where_numbers_are_only_looked_at_the_best_is_solved_at_last(any_plan: Plan) -> None:
     """Plans of known kinds say which number of blocks it is; a part of the time is left for that one."""
     now, asked = 0.0, list[tuple[str, float]]()

@@ -198,7 +198,8 @@ def _search(
                 n_blocks, none, now = blocks_of(found.failures[0]), found.failures[-1], clock()
                 until = now + (1 - PROVE_PART * found_by_kind(answer)) * (deadline - now)
                 FewerBlocks(found, means, policy, smaller, n_blocks, until, none, answer).run(took)
-            _prove(found, means.tried, took if found.plan is answer else 0.0, deadline - clock())
+            same = found.plan.trail is answer.trail  # notes make another plan of it
+            _prove(found, means.tried, took if same else 0.0, deadline - clock())
         elif policy == "never" and len(policies) > 1 and means.dear(answer) > DEAR_SHARE:
             _recomputed_instead(found, policies[1:], means, blocks_of(answer), deadline)
         elif policy == "never" and len(policies) > 1:
