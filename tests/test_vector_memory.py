@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import keras_hub
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.costs.onchip import FORWARD
+from autoshard_ilp.models import load_model_factory
 from autoshard_ilp.program import brute_force, minimum_capacity, solve
 from autoshard_ilp.program.mathopt import solve_mathopt
 from autoshard_ilp.program.model import Lifetimes, Program, SolverOptions
@@ -113,6 +115,29 @@ def test_what_one_loop_writes_for_the_next_stays_on_the_chip() -> None:
     plan = autoshard.optimize(net, {"data": 8}, **options)
     assert plan.memory.activations < MIB, "8 MB are stacked by each device"
     assert plan.verify("tpu-v5e:2x4").compiled_peak_bytes == pytest.approx(plan.memory.peak_bytes, rel=0.1)
+
+
+@needs_tpu
+def test_what_a_lookup_cuts_out_of_a_tied_table_stays_until_the_logits() -> None:
+    """An eighth of the rows on each device, in 32 bits: both are read as 16, but the table is not stored as that."""
+    factory = load_model_factory("hub:gemma3_1b?layers=1", sequence_length=512)
+    options: dict[str, Any] = {"hardware": "tpu-v5e", "batch_size": 8, "mode": "predict", "progress": False}
+    plan = autoshard.optimize(factory, {"data": 2, "model": 4}, **options)
+    assert plan.memory.gathered == 262144 // 8 * 1152 * 4
+    assert plan.verify("tpu-v5e:2x4").compiled_peak_bytes == pytest.approx(plan.memory.peak_bytes, rel=0.01)
+
+
+@needs_tpu
+def test_capped_logits_are_written_once() -> None:
+    """134 MB on each device, as results of the step: the product that the cap reads is in the same kernel."""
+    mixed = keras.DTypePolicy("mixed_bfloat16")
+    tokens = keras.Input((512,), dtype="int32")
+    table = keras_hub.layers.ReversibleEmbedding(131072, 512, logit_soft_cap=30.0, dtype=mixed)
+    hidden = keras.layers.Dense(512, "relu", dtype=mixed)(table(tokens))
+    net = keras.Model(tokens, table(hidden, reverse=True))
+    options: dict[str, Any] = {"hardware": "tpu-v5e", "batch_size": 8, "mode": "predict", "progress": False}
+    plan = autoshard.optimize(net, {"data": 2, "model": 4}, pins={".*embeddings": None}, **options)
+    assert plan.verify("tpu-v5e:2x4").compiled_peak_bytes == pytest.approx(plan.memory.peak_bytes, rel=0.01)
 
 
 def test_what_waits_longer_than_copies_of_the_whole_chip_take_is_in_device_memory() -> None:

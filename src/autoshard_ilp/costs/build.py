@@ -16,7 +16,7 @@ from autoshard_ilp.costs.coarse import coarser
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
 from autoshard_ilp.costs.heap import loses, with_holes
 from autoshard_ilp.costs.idle import Idleness
-from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup
+from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup, read_by_products_later
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, largest_bytes, vector_bytes
 from autoshard_ilp.costs.padding import WORKSPACE_BYTES, copies_for_tiles, leaves_triton, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
@@ -27,7 +27,7 @@ from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
 from autoshard_ilp.costs.tiles import images_of_the_step, padding, through_convolutions, tiled_bytes
 from autoshard_ilp.costs.workspace import workspace_spans
-from autoshard_ilp.costs.written import masks_of_extremes, packed_bytes, packed_masks
+from autoshard_ilp.costs.written import made_in_results, masks_of_extremes, packed_bytes, packed_masks
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, local_shape
@@ -88,6 +88,9 @@ class _Account:
         self.pads = self.family == "gpu" and leaves_triton(table.graph)
         self.siblings = held_for_siblings(table.graph, table.buffers) if self.pads else {}
         self.first_lookup = first_lookup(table.graph, table.buffers.time) if self.family == "tpu" else 0
+        self.tied_lookups = read_by_products_later(table.graph, table.buffers.time) if self.family == "tpu" else {}
+        self.in_results = made_in_results(table.graph, fuses) if self.family == "tpu" else frozenset()
+        self.unwritten: list[int] = []
         limit = idle_limit_seconds(table.profile)
         self.idle = Idleness(table.graph, table.buffers, table.classes, limit) if limit else None
         self.waits: dict[int, int] = {}  # lifetime -> until when it is in device memory, since it is not read for long
@@ -127,6 +130,8 @@ class _Account:
         until = None if self.idle is None or not read else self.idle.in_memory_until(start, end, read)
         if until is not None:
             self.waits[len(self.rows)] = until
+        if read and self.in_results.issuperset(read):
+            self.unwritten.append(len(self.rows))
         self.rows.append((is_edge, owner, start, max(end, start + 1)))
         self.categories.append(category)
         self.labels.append(label)
@@ -163,6 +168,8 @@ def build_program(
         edges.append(_edge(table, flow, len(edges), account, costs))
     for flow in table.flows if table.buffers.sliced else ():
         _hold_for_loops(table, flow, account, extra, len(edges))
+    for flow in table.flows if account.tied_lookups else ():
+        _hold_for_products(table, flow, account, extra, len(edges))
     for index in range(len(table.classes)):
         _hold_results(table, index, roles, account, node_bytes, extra, len(edges))
     if account.pads:
@@ -179,7 +186,7 @@ def build_program(
         counted = count_twice(*counted, account.stacks, table.buffers.horizon)
         counted = count_gathers_twice(*counted, account.ahead, vector_bytes(table.profile))
     on_chip = vector_bytes(table.profile, table.graph.has_backward()), largest_bytes(table.profile)
-    counted = keep_on_chip(*counted, *on_chip, table.buffers.horizon, account.waits)
+    counted = keep_on_chip(*counted, *on_chip, table.buffers.horizon, account.waits, frozenset(account.unwritten))
     lost = getattr(table.profile, "heap_loss_share", 0.0) if loses(table.graph) else 0.0
     labels, op_ids = zip(*counted[2], strict=True) if counted[2] else ((), ())
     return Built(with_holes(counted[0], lost), counted[1], labels, op_ids, loops)
@@ -222,6 +229,21 @@ def _hold_for_loops(table: CostTable, flow: Flow, account: _Account, extra: list
         for part, start, end in ((np.where(moved, 0, held), begins, loop_ends), (moved * held, begins - 1, begins)):
             account.hold(True, n_edges + len(extra), start, end, "activations", _label(table, op_id, operand))
             extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(moved.shape), part))
+
+
+def _hold_for_products(table: CostTable, flow: Flow, account: _Account, extra: list[Edge], n_edges: int) -> None:
+    """What a lookup cuts out of a table, until the last product has read it."""
+    u, v = table.classes[flow.u].results[flow.result], operand_labels(table, flow)
+    for op_id, operand in flow.uses:
+        if operand or op_id not in account.tied_lookups:  # of a lookup, every layout is known
+            continue
+        tensor = flow_tensor(table, flow)
+        held = account.bytes_of(table, tensor.id, float(tensor.itemsize), v.layouts)
+        starts, ends = np.array(u.layouts), np.array(v.layouts)
+        cut = agreeing(starts, ends, WHOLE) & ~agreeing(starts, ends)
+        span = int(table.buffers.time[op_id]) + 1, account.tied_lookups[op_id] + 1
+        account.hold(True, n_edges + len(extra), *span, "gathered", _label(table, op_id, operand), [tensor.id])
+        extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(cut.shape), cut * held))
 
 
 def _hold_workspace(table: CostTable, account: _Account, extra: list[Edge], n_edges: int) -> None:

@@ -69,6 +69,24 @@ def copy_seconds(
     return seconds
 
 
+def read_by_products_later(graph: Graph, time: np.ndarray) -> dict[int, int]:
+    """Lookups -> when a product reads their table for the last time, in a step without a backward pass.
+
+    What each device cuts out of a whole table for both is one buffer then, as wide as the table's own elements, from
+    the lookup on. (Compiled for v5e, Gemma 2 and 3 in ``predict``: an eighth of the rows in 32 bits, 295 and 151 MB.)
+    """
+    if graph.has_backward():
+        return {}
+    through = ("hub", "convert_element_type", "transpose", "reshape")
+    last: dict[int, int] = {}  # table -> time
+    for op in graph.ops:
+        if op.primitive == "dot_general" and not op.region:
+            for source in (graph.behind(t, through) for t in op.inputs):
+                last[source] = max(last.get(source, 0), int(time[op.id]))
+    lookups = ((op.id, last.get(graph.behind(op.inputs[0], through), 0)) for op in graph.ops if is_lookup(graph, op))
+    return {lookup: then for lookup, then in lookups if then > time[lookup]}
+
+
 def scattered(strategy: Strategy) -> bool:
     """Whether what devices find of the rows that each holds is scattered."""
     return any(r.kind == "reduce-scatter" for r in strategy.resolutions)

@@ -13,7 +13,7 @@ own after it: one if no buffer can be that large, else one for each instant of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -60,6 +60,7 @@ def keep_on_chip(
     largest: int,
     horizon: int,
     waits: Mapping[int, int] | None = None,
+    unwritten: Collection[int] = (),
 ) -> tuple[Program, tuple[str, ...], tuple[Label, ...]]:
     """The program with ``size`` bytes of every instant on the chip, but for what does not fit there.
 
@@ -70,6 +71,7 @@ def keep_on_chip(
         largest: bytes that one of them may have.
         horizon: number of instants.
         waits: lifetime -> until when it is in device memory, since nobody reads it for long.
+        unwritten: lifetimes of what is written as a result of the step, and counted as that.
 
     Returns:
         The program with the further instants, and categories and labels of all its lifetimes.
@@ -80,7 +82,7 @@ def keep_on_chip(
     stays = lt.end >= horizon
     parts = LargeParts(program, largest)
     off_chip: list[tuple[int, bool, int, int, int]] = []  # lifetime; edge or node; number; start; end
-    for i in map(int, np.flatnonzero(~stays)):
+    for i in (i for i in map(int, np.flatnonzero(~stays)) if i not in unwritten):
         is_edge, owner, start, end = bool(lt.is_edge[i]), int(lt.owner[i]), int(lt.start[i]), int(lt.end[i])
         until = (waits or {}).get(i, start)
         if until > start:

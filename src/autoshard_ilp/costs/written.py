@@ -24,6 +24,27 @@ SHORT_FLOAT_BYTES = 2
 """Of 16-bit floats, which XLA:GPU converts before a long function, and reads unconverted elsewhere."""
 
 
+def made_in_results(graph: Graph, fuses: Sequence[bool]) -> frozenset[int]:
+    """What XLA:TPU does not write since nothing but a result of the step is computed from it, an element from each.
+
+    A product and the caps, scales and casts behind it are one kernel, which writes the result.
+
+    Args:
+        fuses: per operation, whether it may be computed inside another one's kernel.
+    """
+    found: set[int] = set()
+    for op in graph.ops:
+        at = op.inputs[0] if op.primitive == "result" else None
+        while at is not None and len(graph.tensors[at].consumers) == 1:
+            producer = graph.tensors[at].producer
+            if producer is None or not fuses[producer]:
+                found.add(at)
+                break
+            whole = [t for t in graph.ops[producer].inputs if graph.tensors[t].shape == graph.tensors[at].shape]
+            at = whole[0] if len(whole) == 1 else None
+    return frozenset(found)
+
+
 def packed_masks(graph: Graph, fuses: Sequence[bool], views: Collection[str]) -> frozenset[int]:
     """Masks that XLA:TPU writes for a metric's ``argmax``, a bit per element.
 
