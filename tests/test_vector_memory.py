@@ -99,9 +99,9 @@ def test_without_a_backward_pass_more_stays_on_the_chip() -> None:
     options: dict[str, Any] = {"batch_size": 2**14, "mode": "predict", "progress": False, "pins": {"inputs": "data"}}
     off, on = (
         autoshard.optimize(model, {"data": 4}, hardware=replace(profile, vector_memory_bytes=kept), **options)
-        for kept in (0, 12 * MIB)
+        for kept in (0, 13 * MIB)
     )
-    assert off.memory.peak_bytes - on.memory.peak_bytes == round(FORWARD * 12 * MIB)
+    assert off.memory.peak_bytes - on.memory.peak_bytes == round(FORWARD * 13 * MIB)
 
 
 @needs_tpu

@@ -24,10 +24,10 @@ from autoshard_ilp.program.model import Edge, Program
 
 Label = TypeVar("Label")
 
-USUAL, MOST = 5, 7
-"""Eighths of the vector memory: what short-lived buffers take as a rule, and what one alone may take. Compiled steps
-have at most 117 MB of 128 MiB there, and MobileNet-V2 a single buffer of 103 MB; but some are copies of what is in
-device memory as well, on its way there or back."""
+USUAL, MOST, WHOLE = 10, 13, 16
+"""Sixteenths of the vector memory: what short-lived buffers take as a rule, what one alone may take, and all of it.
+Compiled steps have at most 117 MB of 128 MiB there, and MobileNet-V2 a single buffer of 103 MB, but no step one of 117;
+and some are copies of what is in device memory as well, on its way there or back."""
 
 FORWARD = 1.17
 """How many times the usual share it is in a step without a backward pass. There are few buffers at once then, which
@@ -48,7 +48,7 @@ def largest_bytes(profile: Any) -> int:
 
 def idle_limit_seconds(profile: Any) -> float:
     """How long a buffer that nobody reads stays on the chip; 0: the profile has no vector memory."""
-    whole = vector_bytes(profile) * (MOST + 1) / USUAL
+    whole = vector_bytes(profile) * WHOLE / USUAL
     return MOST_COPIES * whole / float(profile.memory_bytes_per_s) if whole else 0.0
 
 
