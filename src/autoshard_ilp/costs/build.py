@@ -232,7 +232,10 @@ def _hold_for_loops(table: CostTable, flow: Flow, account: _Account, extra: list
 
 
 def _hold_for_products(table: CostTable, flow: Flow, account: _Account, extra: list[Edge], n_edges: int) -> None:
-    """What a lookup cuts out of a table, until the last product has read it."""
+    """What a lookup cuts out of a table, until the last product has read it: rows, a piece for each device.
+
+    Products take the same piece then. Of other pieces they take other ones, and XLA keeps none of them.
+    """
     u, v = table.classes[flow.u].results[flow.result], operand_labels(table, flow)
     for op_id, operand in flow.uses:
         if operand or op_id not in account.tied_lookups:  # of a lookup, every layout is known
@@ -240,7 +243,8 @@ def _hold_for_products(table: CostTable, flow: Flow, account: _Account, extra: l
         tensor = flow_tensor(table, flow)
         held = account.bytes_of(table, tensor.id, float(tensor.itemsize), v.layouts)
         starts, ends = np.array(u.layouts), np.array(v.layouts)
-        cut = agreeing(starts, ends, WHOLE) & ~agreeing(starts, ends)
+        rows = (ends[:, np.array(table.axis_sizes) > 1] == 0).all(axis=1)
+        cut = agreeing(starts, ends, WHOLE) & ~agreeing(starts, ends) & rows
         span = int(table.buffers.time[op_id]) + 1, account.tied_lookups[op_id] + 1
         account.hold(True, n_edges + len(extra), *span, "gathered", _label(table, op_id, operand), [tensor.id])
         extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(cut.shape), cut * held))
