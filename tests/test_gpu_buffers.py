@@ -335,6 +335,7 @@ def test_loops_hold_what_was_gathered_for_them_instead_of_what_was_stacked(monke
 
 
 @needs_cuda
+@unlike_jax_12("33.0 MB are counted twice without, 33.6 of 0.10")
 def test_what_layers_compute_alike_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both layers look relative positions up at places that they compute from the same numbers."""
     backbone = keras_hub.models.DebertaV3Backbone(
@@ -349,5 +350,5 @@ def test_what_layers_compute_alike_is_held_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(build, "MERGED", frozenset())
     twice = autoshard.baseline(model, {"data": 8}, "data_parallel", **options).memory.peak_bytes
     places = 16 // 8 * 8 * 256 * 256 * 4 * 4  # indices of four dimensions, for every score
-    assert twice - once == pytest.approx(2 * places, rel=0.02)  # jax 0.12 traces a little else
+    assert twice - once == pytest.approx(2 * places, rel=1e-3)
     assert abs(once - compiled) < abs(twice - compiled)

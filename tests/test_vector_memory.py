@@ -6,6 +6,8 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import keras
 import keras_hub
 import numpy as np
@@ -137,6 +139,19 @@ def test_capped_logits_are_written_once() -> None:
     net = keras.Model(tokens, table(hidden, reverse=True))
     options: dict[str, Any] = {"hardware": "tpu-v5e", "batch_size": 8, "mode": "predict", "progress": False}
     plan = autoshard.optimize(net, {"data": 2, "model": 4}, pins={".*embeddings": None}, **options)
+    assert plan.verify("tpu-v5e:2x4").compiled_peak_bytes == pytest.approx(plan.memory.peak_bytes, rel=0.01)
+
+
+@needs_tpu
+def test_what_is_gathered_for_capped_logits_is_written_nevertheless() -> None:
+    def capped(x: Any, w: Any, kernel: Any) -> Any:
+        return jnp.tanh((x @ w) @ kernel)
+
+    shapes = (2**15, 4096), (4096, 4096), (4096, 2**14)
+    args = tuple(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
+    pins = {"args/0": ("data", None), "args/1": None, "args/2": (None, "data"), "outputs": (None, "data")}
+    plan = autoshard.optimize_fn(capped, args, {"data": 8}, hardware="tpu-v5e", pins=pins, progress=False)
+    assert plan.memory.gathered == 2**15 * 4096 * 2, "268 MB do not fit on the chip"
     assert plan.verify("tpu-v5e:2x4").compiled_peak_bytes == pytest.approx(plan.memory.peak_bytes, rel=0.01)
 
 

@@ -204,7 +204,7 @@ def solve_divided(
         return search.taken_up(left_before)
     if not splittable(search.one):
         return search.alone()
-    return search.without_budget(surely, tied) or search.tied(tied) or search.divided(surely)
+    return search.without_budget(surely, tied) or search.with_prices(tied) or search.divided(surely)
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class _Divided(Generic[P]):
         self.ends = self.clock() + self.keywords.pop("seconds", self.left())
         return None
 
-    def tied(self, tied: Tied | None) -> Answer[P] | None:
+    def with_prices(self, tied: Tied | None) -> Answer[P] | None:
         """Looks at prices of bytes, and then at plans of known kinds where that has shown no good start."""
         one, known = self.one, self._known()
         self.plans = [known.choices]
@@ -317,7 +317,7 @@ class _Divided(Generic[P]):
         large = wide(one.program)
         if not large and not self.by_kind:
             before = True if tied is None or tied.mixed is None else tied.mixed
-            seconds = MIXING_SHARE * (self.ends - self.clock())
+            seconds = MIXING_SHARE * self.until_end()
             shown = self.solve(one, None, seconds, mixing=before, relaxed=known.relaxed)
             if shown.report.get("interrupted"):
                 return one, shown, ()
@@ -378,7 +378,7 @@ class _Divided(Generic[P]):
         start = best_of(fine.program, starts)
         if met:
             few = [relaxed, *(start_of(*tables, plan) for plan in met), *starts]
-            seconds = BETWEEN_SHARE * (self.ends - self.clock())
+            seconds = BETWEEN_SHARE * self.until_end()
             start, self.stopped = best_between(fine.program, few, self.solve, start, seconds, self.prices)
             self.ends = self.clock() if self.stopped else self.ends
         return start

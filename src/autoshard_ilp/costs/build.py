@@ -90,7 +90,7 @@ class _Account:
         self.first_lookup = first_lookup(table.graph, table.buffers.time) if self.family == "tpu" else 0
         self.tied_lookups = read_by_products_later(table.graph, table.buffers.time) if self.family == "tpu" else {}
         self.in_results = made_in_results(table.graph, fuses) if self.family == "tpu" else frozenset()
-        self.unwritten: list[int] = []
+        self.unwritten: set[int] = set()
         limit = idle_limit_seconds(table.profile)
         self.idle = Idleness(table.graph, table.buffers, table.classes, limit) if limit else None
         self.waits: dict[int, int] = {}  # lifetime -> until when it is in device memory, since it is not read for long
@@ -130,8 +130,6 @@ class _Account:
         until = None if self.idle is None or not read else self.idle.in_memory_until(start, end, read)
         if until is not None:
             self.waits[len(self.rows)] = until
-        if read and self.in_results.issuperset(read):
-            self.unwritten.append(len(self.rows))
         self.rows.append((is_edge, owner, start, max(end, start + 1)))
         self.categories.append(category)
         self.labels.append(label)
@@ -186,7 +184,7 @@ def build_program(
         counted = count_twice(*counted, account.stacks, table.buffers.horizon)
         counted = count_gathers_twice(*counted, account.ahead, vector_bytes(table.profile))
     on_chip = vector_bytes(table.profile, table.graph.has_backward()), largest_bytes(table.profile)
-    counted = keep_on_chip(*counted, *on_chip, table.buffers.horizon, account.waits, frozenset(account.unwritten))
+    counted = keep_on_chip(*counted, *on_chip, table.buffers.horizon, account.waits, account.unwritten)
     lost = getattr(table.profile, "heap_loss_share", 0.0) if loses(table.graph) else 0.0
     labels, op_ids = zip(*counted[2], strict=True) if counted[2] else ((), ())
     return Built(with_holes(counted[0], lost), counted[1], labels, op_ids, loops)
@@ -236,18 +234,19 @@ def _hold_for_products(table: CostTable, flow: Flow, account: _Account, extra: l
 
     Products take the same piece then. Of other pieces they take other ones, and XLA keeps none of them.
     """
-    u, v = table.classes[flow.u].results[flow.result], operand_labels(table, flow)
-    for op_id, operand in flow.uses:
-        if operand or op_id not in account.tied_lookups:  # of a lookup, every layout is known
-            continue
-        tensor = flow_tensor(table, flow)
-        held = account.bytes_of(table, tensor.id, float(tensor.itemsize), v.layouts)
-        starts, ends = np.array(u.layouts), np.array(v.layouts)
-        rows = (ends[:, np.array(table.axis_sizes) > 1] == 0).all(axis=1)
-        cut = agreeing(starts, ends, WHOLE) & ~agreeing(starts, ends) & rows
+    lookups = [op_id for op_id, operand in flow.uses if not operand and op_id in account.tied_lookups]
+    if not lookups:
+        return
+    u, v = table.classes[flow.u].results[flow.result], operand_labels(table, flow)  # of a lookup, all are layouts
+    starts, ends = np.array(u.layouts), np.array(v.layouts)
+    rows = (ends[:, np.array(table.axis_sizes) > 1] == 0).all(axis=1)
+    cut = agreeing(starts, ends, WHOLE) & ~agreeing(starts, ends) & rows
+    tensor = flow_tensor(table, flow)
+    held = cut * account.bytes_of(table, tensor.id, float(tensor.itemsize), v.layouts)
+    for op_id in lookups:
         span = int(table.buffers.time[op_id]) + 1, account.tied_lookups[op_id] + 1
-        account.hold(True, n_edges + len(extra), *span, "gathered", _label(table, op_id, operand), [tensor.id])
-        extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(cut.shape), cut * held))
+        account.hold(True, n_edges + len(extra), *span, "gathered", _label(table, op_id, 0), [tensor.id])
+    extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(cut.shape), held))
 
 
 def _hold_workspace(table: CostTable, account: _Account, extra: list[Edge], n_edges: int) -> None:
@@ -383,8 +382,11 @@ def _hold_results(
             spans.append((start, end, category, (label, m)))
         first = len(account.rows)
         hold(held, spans, [graph.ops[m].outputs[j] for m, _ in members])
-        stacked = [i for i, (m, _) in enumerate(members) if graph.ops[m].primitive == "loop_stack"]
-        account.stacks += [first + i for i in stacked if first < len(account.rows)]
+        for row, (m, _) in zip(range(first, len(account.rows)), members, strict=False):  # none where nothing is held
+            if graph.ops[m].primitive == "loop_stack":
+                account.stacks.append(row)
+            if graph.ops[m].outputs[j] in account.in_results:
+                account.unwritten.add(row)
         if account.family == "tpu" and _is_odd_result(table, t):
             odd = np.array([local_shape(tensor.shape, s.results[j], sizes)[-1] % 128 > 0 for s in cls.strategies])
             moved = [(start, start + 1, category, label) for start, _, category, label in spans]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.costs.primitives import VIEWS
 from autoshard_ilp.costs.tiles import LANES, ROWS, padding
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.sharding import local_bytes, local_shape
@@ -77,7 +78,7 @@ def read_by_products_later(graph: Graph, time: np.ndarray) -> dict[int, int]:
     """
     if graph.has_backward():
         return {}
-    through = ("hub", "convert_element_type", "transpose", "reshape")
+    through = (*VIEWS, "convert_element_type")
     last: dict[int, int] = {}  # table -> time
     for op in graph.ops:
         if op.primitive == "dot_general" and not op.region:
