@@ -58,8 +58,8 @@ LOCAL: Mapping[str, str] = {
 SUBLANES, TILE_ROWS, TILE_LANES, SAFE_MULTIPLE = 8, 16, 128, 256
 
 
-MANY_DIMS = 4
-"""Dimensions from which on XLA:TPU may compute a product in an order other than that of its operands."""
+WINDOW_DIMS = 4
+"""Dimensions of a convolution's result, of a window of two dimensions or more."""
 
 WITHOUT_TURNED_PRODUCTS = frozenset({"cpu"})
 """Platforms that make one product of a product and a transposition of its result after they have looked for dtypes that
@@ -76,7 +76,13 @@ SENT_IN_PIECES = frozenset({"cpu"})
 then becomes a constant, one beside it what a transposition made, and XLA:CPU refuses operands laid out differently."""
 
 FILLED_UP = frozenset({"tpu"})
-"""Platforms on which dimensions beside a collective are filled up where they do not divide."""
+"""Platforms on which dimensions beside a collective are filled up where they do not divide, and pieces that one cuts or
+joins to rows of whole tiles."""
+
+MANY_ROWS = 256
+"""Rows of a piece from which on filling up costs little (6 % of what is sent at most). XLA:TPU cuts and joins pieces of
+rows that do not fill tiles by shifting every row, in a program as long as they are (a table of 50272 x 4096 on v5e 4x4,
+gathered from pieces of 3142: 9 MB of program, which take memory and 20 s to compile; 0.2 MB and 1 s filled up)."""
 
 
 def runs_partial(op: OpView) -> bool:
@@ -183,8 +189,8 @@ def run(
         out = bind(*whole, **params)
         partial = out[0] if isinstance(out, (list, tuple)) else out
         partial = jax.lax.optimization_barrier(partial) if kept else partial
-        order = Computed(leading, op.primitive if len(op.out_shapes[0]) >= MANY_DIMS else "")
-        total = reduced(partial, sums, result, axis_names, sizes, slice_shape, order)
+        windowed = op.primitive == "conv_general_dilated" and len(op.out_shapes[0]) >= WINDOW_DIMS
+        total = reduced(partial, sums, result, axis_names, sizes, slice_shape, Computed(leading, windowed))
         return (total, never_known_before(partial)) if looked_at else total
 
     return mapped(
@@ -265,12 +271,11 @@ class Computed:
 
     Attributes:
         leading: the dimension that its readers move to the front.
-        primitive: what computes it, where it has so many dimensions (:data:`MANY_DIMS`) that the order may be another
-            than its operands'.
+        windowed: whether a convolution of a window of two dimensions or more computes it.
     """
 
     leading: int = 0
-    primitive: str = ""
+    windowed: bool = False
 
 
 def reduced(
@@ -310,11 +315,12 @@ def _scattered(
 
     XLA:TPU keeps arrays in tiles and turns a reduce-scatter whose shards do not fill whole tiles, in the layout that it
     happens to choose, into an all-reduce and a slice: twice the bytes. A dimension of its own in front, one entry per
-    shard, is never tiled. Where shards fill tiles in every layout it is left out, since it can cost a copy; in front of
-    the first dimension, or of the ``leading`` one of the order in which the result is computed, it costs none, and
-    saves what XLA pads to scatter in equal pieces. A product of many dimensions (heads) may be computed in an order in
-    which that dimension is not the first: then XLA:TPU all-reduces, so there it is asked for. So it is of convolutions,
-    the order of whose other dimensions is kept: moved behind the window's they would be padded many times.
+    shard, is never tiled. Where shards fill tiles in every layout, and what is beside them fills lanes (a vocabulary of
+    50272 does not), it is left out, since it can cost a copy; in front of the first dimension, or of the ``leading``
+    one of the order in which the result is computed, it costs none, and saves what XLA pads to scatter in equal pieces.
+    What has more dimensions (heads, experts) may be computed in an order in which that one is not the first: there one
+    is asked for (:func:`_scattered_in_rows`). So it is of convolutions, the order of whose other dimensions is kept:
+    moved behind the window's they would be padded many times.
     """
     import jax
 
@@ -325,9 +331,11 @@ def _scattered(
     first = dim == order.leading or math.prod(value.shape[:dim]) == 1
     inner = not first and dim < value.ndim - 1
     whole_tiles = inner and value.shape[-1] % TILE_LANES == 0 and rows % TILE_ROWS == 0
-    if not in_stages and ((not first and rows % SAFE_MULTIPLE == 0) or whole_tiles):
+    beside = max((n for d, n in enumerate(value.shape) if d != dim), default=1)
+    whole_beside = not slice_shape or beside % TILE_LANES == 0
+    if not in_stages and ((not first and rows % SAFE_MULTIPLE == 0 and whole_beside) or whole_tiles):
         return jax.lax.psum_scatter(value, names, scatter_dimension=dim, tiled=True)
-    if slice_shape and order.primitive == "conv_general_dilated" and not (in_stages or first):
+    if slice_shape and order.windowed and not (in_stages or first):
         split = value.reshape(*value.shape[:dim], n_shards, rows, *value.shape[dim + 1 :])
         front = row_major(jax.numpy.moveaxis(split, dim, 0))
         return jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False)
@@ -336,10 +344,32 @@ def _scattered(
     front = front.reshape(n_shards, *(_in_whole_tiles(shard) if slice_shape else shard))
     if in_stages:
         shards = _scattered_in_stages(front, axes, axis_names, sizes, slice_shape)
+    elif slice_shape and front.ndim > 3:
+        shards = _scattered_in_rows(front, names)
     else:
-        front = row_major(front) if slice_shape and order.primitive == "dot_general" else front
         shards = jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False)
     return jax.numpy.moveaxis(shards.reshape(shard), 0, dim)
+
+
+def _scattered_in_rows(front: Any, names: tuple[str, ...]) -> Any:
+    """Partial sums scattered over their first dimension, in an order in memory that is asked for.
+
+    Of the many orders of more than two dimensions XLA:TPU happens to take one whose tiles are not filled, and
+    all-reduces. That of the dimensions is kept where the last fills lanes, so that a variable's gradient needs no copy;
+    else the longest comes last, and rows are filled up where there are many.
+    """
+    import jax
+
+    order = list(range(front.ndim))
+    if front.shape[-1] % TILE_LANES:
+        order = [0, *sorted(order[1:], key=lambda d: front.shape[d])]
+    ordered = jax.numpy.transpose(front, order)
+    shape = ordered.shape
+    rows = -(-shape[-2] // SUBLANES) * SUBLANES if shape[-2] >= MANY_ROWS else shape[-2]
+    sent = row_major(_grown(ordered, (*shape[:-2], rows, shape[-1])))
+    shards = jax.lax.psum_scatter(sent, names, scatter_dimension=0, tiled=False)
+    back = [order.index(d) - 1 for d in range(1, front.ndim)]
+    return jax.numpy.transpose(shards[..., : shape[-2], :], back)
 
 
 def _in_whole_tiles(shard: tuple[int, ...]) -> tuple[int, ...]:
@@ -445,6 +475,7 @@ def move(value: Any, before: Layout, after: Layout, mesh: Any, axis_names: Seque
         moved = move(_grown(value, grown), before, after, mesh, axis_names)
         return None if moved is None else moved[tuple(slice(n) for n in shape)]
     names = tuple(axis_names[a] for a in changed)
+    n_devices, filled_up = math.prod(sizes[a] for a in changed), platform_of(mesh) in FILLED_UP
 
     def orders(dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Axes on a dimension besides the changed ones: those last, as the collective needs it, and in mesh order."""
@@ -455,14 +486,66 @@ def move(value: Any, before: Layout, after: Layout, mesh: Any, axis_names: Seque
         last, sorted_ = orders(old)
         part = _reordered(part, sorted_, last, axis_names, sizes)
         if new == WHOLE:
-            return jax.lax.all_gather(part, names, axis=old, tiled=True)
+            return _gathered(part, names, old, filled_up)
         if platform_of(mesh) in SENT_IN_PIECES:
             part = jax.lax.optimization_barrier(part)
-        part = jax.lax.all_to_all(part, names, split_axis=new, concat_axis=old, tiled=True)
+        part = _exchanged(part, names, (old, new), n_devices, filled_up)
         last, sorted_ = orders(new)
         return _reordered(part, last, sorted_, axis_names, sizes)
 
     return mapped(one_device, [value], [shape], [before], shape, after, mesh, axis_names)
+
+
+def _in_tiles(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
+    """A shape of which some dimensions are filled up to whole tiles: those of MANY_ROWS that fill no sublanes."""
+    uneven = [d for d in dims if shape[d] >= MANY_ROWS and shape[d] % SUBLANES]
+    return [-(-n // TILE_ROWS) * TILE_ROWS if d in uneven else n for d, n in enumerate(shape)]
+
+
+def _joined(pieces: Any, shape: Sequence[int], dim: int) -> Any:
+    """Pieces of a shape, each one entry of the first dimension and perhaps filled up, joined along one of their own.
+
+    A loop puts one after the other: cut and concatenated at once, XLA:TPU holds all of them once more.
+    """
+    import jax
+
+    def put(i: Any, joined: Any) -> Any:
+        piece = jax.lax.dynamic_index_in_dim(pieces, i, 0, keepdims=False)[tuple(slice(n) for n in shape)]
+        return jax.lax.dynamic_update_slice_in_dim(joined, piece, i * shape[dim], axis=dim)
+
+    whole = [len(pieces) * n if d == dim else n for d, n in enumerate(shape)]
+    return jax.lax.fori_loop(0, len(pieces), put, jax.numpy.zeros(whole, pieces.dtype))
+
+
+def _gathered(part: Any, names: tuple[str, ...], dim: int, filled_up: bool) -> Any:
+    """All devices' parts joined along a dimension; ``filled_up``: sent in whole tiles where they have many rows."""
+    import jax
+
+    sent = _in_tiles(part.shape, [dim]) if filled_up else part.shape
+    if tuple(sent) == part.shape:
+        return jax.lax.all_gather(part, names, axis=dim, tiled=True)
+    return _joined(jax.lax.all_gather(_grown(part, sent), names, axis=0, tiled=False), part.shape, dim)
+
+
+def _exchanged(part: Any, names: tuple[str, ...], dims: tuple[int, int], n_devices: int, filled_up: bool) -> Any:
+    """One device's part cut along a dimension, and all devices' pieces for it joined along another.
+
+    Args:
+        part: what is cut.
+        names: the mesh axes over which pieces go.
+        dims: along which pieces are joined, and along which the part is cut.
+        n_devices: along these axes.
+        filled_up: whether pieces of many rows are sent in whole tiles.
+    """
+    import jax
+
+    join, cut = dims
+    piece = [n // n_devices if d == cut else n for d, n in enumerate(part.shape)]
+    sent = _in_tiles(piece, dims) if filled_up else piece
+    if sent == piece:
+        return jax.lax.all_to_all(part, names, split_axis=cut, concat_axis=join, tiled=True)
+    pieces = jax.numpy.stack([_grown(p, sent) for p in jax.numpy.split(part, n_devices, axis=cut)])
+    return _joined(jax.lax.all_to_all(pieces, names, split_axis=0, concat_axis=0, tiled=True), piece, join)
 
 
 def repeat(
