@@ -267,6 +267,27 @@ def test_dimensions_beside_a_collective_are_filled_up(monkeypatch: pytest.Monkey
     assert (sent["reduce-scatter"], sent["all-gather"]) == (each, each + returned)
 
 
+def test_a_dimension_that_is_reduced_is_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of 9 columns, as of a vocabulary of 50257 that the gradient of what reads the logits sums over."""
+    monkeypatch.setattr(manual, "FILLED_UP", frozenset({"cpu"}))
+    mesh, shapes = mesh_of("cpu:8"), [(16, 9), (9, 24)]
+    eqn, view = equation(lambda a, b: a @ b, shapes)
+    layouts, result = ((0, 1), (WHOLE, 0)), (0, 1)
+
+    def scattered(a: Any, b: Any) -> Any:
+        a = jax.lax.with_sharding_constraint(a, sharding(mesh, layouts[0], 2))
+        b = jax.lax.with_sharding_constraint(b, sharding(mesh, layouts[1], 2))
+        out = manual.run(eqn.primitive.bind, view, rule_for(view), (a, b), (layouts, result), mesh, NAMES)
+        assert out is not None
+        return out
+
+    a, b = (np.random.default_rng(i).normal(size=s).astype("float32") for i, s in enumerate(shapes))
+    compiled = jax.jit(scattered, out_shardings=sharding(mesh, result, 2)).lower(a, b).compile()
+    np.testing.assert_allclose(compiled(a, b), a @ b, rtol=1e-5, atol=1e-5)
+    found = [(c.kind, c.total_bytes_per_device) for c in parse_collectives(compiled.as_text())]
+    assert found == [("reduce-scatter", 8 * 24 * 4 * 3 / 4)]
+
+
 @pytest.mark.parametrize(
     ("rows", "layouts", "result"), [(9, ((WHOLE, 0), (1, 0)), (1, 0)), (18, ((0, 1), (0, 1)), (1, 1))]
 )
@@ -488,6 +509,26 @@ def test_the_tpu_compiler_scatters_beside_what_fills_no_lanes(
     assert {c.kind for c in found} <= {"reduce-scatter", "collective-permute"}
     each = math.prod(view.out_shapes[0]) * 2 * 7 / 8
     assert sum(c.total_bytes_per_device for c in found) == pytest.approx(each, rel=0.02)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_tpu_compiler_scatters_complex_numbers(dim: int) -> None:
+    """In two parts: it has no reduce-scatter of them, nor an order of dimensions to be asked for."""
+    pytest.importorskip("libtpu")
+    shapes = [(16, 64, 256), (16, 64, 512)]
+    eqn, view = equation(lambda x, g: lax.dot_general(x, g, (((0, 1), (0, 1)), ((), ()))), shapes, "complex64")
+    mesh = mesh_of("tpu-v5e:2x4")
+    places = [sharding(mesh, (0, 0), 3) for _ in shapes]
+
+    def run(*args: Any) -> Any:
+        layouts = ([(0, 0), (0, 0)], (dim, dim))
+        return manual.run(eqn.primitive.bind, view, rule_for(view), args, layouts, mesh, NAMES)
+
+    args = [jax.ShapeDtypeStruct(s, "complex64") for s in shapes]
+    found = parse_collectives(jax.jit(run, in_shardings=places).lower(*args).compile().as_text())
+    assert {c.kind for c in found} == {"reduce-scatter"}
+    assert sum(c.total_bytes_per_device for c in found) == 256 * 512 * 8 * 7 // 8
 
 
 @pytest.mark.tpu

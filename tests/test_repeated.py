@@ -139,6 +139,27 @@ def test_a_broadcast_of_a_broadcast_is_cut_as_it_is() -> None:
     assert (results[fill.id, 0], operands[fill.id, 0], results[row.id, 0]) == ((0, 2), (-1, 1), (-1, 1))
 
 
+def test_a_mask_of_all_layers_is_made_as_the_loop_reads_it() -> None:
+    """Repeated for the batch and the heads outside of the loop that scans the layers."""
+    shape = (8, 16, 256, 256)
+
+    def step(scores: jax.Array, scales: jax.Array) -> jax.Array:
+        mask = jax.lax.broadcast_in_dim(jnp.arange(256)[:, None] >= jnp.arange(256)[None], shape, (2, 3))
+        return jax.lax.scan(lambda s, scale: (jax.lax.select(mask, s * scale, s), None), scores, scales)[0]
+
+    args = jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct((4,), "float32")
+    graph = build_graph(jax.make_jaxpr(step)(*args), argument_paths=["s", "x"], result_paths=["out"])
+    (select,) = (op for op in graph.ops if op.primitive == "select_n")
+    operands = {(select.id, i): (0, 1) for i in range(3)}
+    results = {(op.id, i): (-1, -1) for op in graph.ops for i in range(len(op.outputs))}
+    operands, results = made_as_read(graph, operands, results)
+    passed = graph.ops[graph.tensors[select.inputs[0]].producer or 0]
+    assert passed.primitive == "loop_invariant"
+    mask = graph.ops[graph.tensors[passed.inputs[0]].producer or 0]
+    assert mask.primitive == "broadcast_in_dim"
+    assert results[mask.id, 0] == results[passed.id, 0] == (0, 1)
+
+
 ODD = 4001
 LOGITS = ((1024, 256), (256, ODD), (1024,))
 

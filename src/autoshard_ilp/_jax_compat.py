@@ -347,7 +347,12 @@ def coordination() -> Coordination | None:
 
 
 def row_major(value: Any) -> Any:
-    """``value``, to be laid out in memory with its last dimension minor."""
+    """``value``, to be laid out in memory with its last dimension minor.
+
+    Complex numbers are left alone: XLA:TPU splits them into their parts, and refuses to split the constraint.
+    """
     from jax.experimental.layout import Layout, with_layout_constraint
 
+    if value.dtype.kind == "c":
+        return value
     return with_layout_constraint(value, Layout(tuple(range(value.ndim))))

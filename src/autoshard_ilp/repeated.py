@@ -28,6 +28,9 @@ Dims = tuple[int, ...]
 Places = Mapping[tuple[int, int], Layout]
 """(op id, operand or result index) -> layout."""
 
+PASSED_ON = ("hub", "loop_invariant")
+"""What hands a broadcast on to its readers, into a loop too: the mask of all layers of a scanned transformer."""
+
 PLATFORMS = frozenset({"tpu"})
 """Whose compilers merge them. XLA:CPU and XLA:GPU make both."""
 
@@ -52,7 +55,7 @@ def made_as_read(graph: Graph, operands: Places, results: Places) -> tuple[Place
         if wanted != now and all(b == a or (a == WHOLE and b >= 0) for a, b in zip(now, wanted, strict=True)):
             results[op.id, 0] = wanted
             behind = graph.tensors[op.inputs[0]].producer
-            if op.primitive == "hub":
+            if op.primitive in PASSED_ON:
                 operands[op.id, 0] = wanted
             elif behind is not None and _is_broadcast(graph, graph.ops[behind]):
                 before, after = (graph.tensors[t].shape for t in (op.inputs[0], op.outputs[0]))
@@ -61,8 +64,9 @@ def made_as_read(graph: Graph, operands: Places, results: Places) -> tuple[Place
 
 
 def _is_broadcast(graph: Graph, op: Op) -> bool:
-    """Whether an operation is a broadcast, or a hub behind one."""
-    producer = graph.tensors[graph.behind(op.outputs[0], ("hub",))].producer if op.primitive == "hub" else op.id
+    """Whether an operation is a broadcast, or passes one on."""
+    passed = op.primitive in PASSED_ON
+    producer = graph.tensors[graph.behind(op.outputs[0], PASSED_ON)].producer if passed else op.id
     return producer is not None and graph.ops[producer].primitive == "broadcast_in_dim"
 
 

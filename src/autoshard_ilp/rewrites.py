@@ -31,6 +31,14 @@ and gathers it, for the sake of its arithmetic (14.7 MB where 14 kB of the kerne
 **Loops that end for every element of a batch by itself** (``vmap`` of ``lax.while_loop``) go on while any element does,
 and keep what has ended. JAX does so only when it lowers them.
 
+**One element of each row** (``take_along_axis`` with one index per row: the logit of each label in optax's
+cross-entropy), and its gradient, a scatter-add of one element to each row, compare every place with the index::
+
+    take(x, i) = sum over places of  x where place == i else 0          add(x, i, u) = x + (u where place == i else 0)
+
+XLA:TPU computes both like this, inside the kernels around them. Other compilers write zeros as large as the logits
+first, and the partitioner scatters into what it holds.
+
 **Indices of a gather or a scatter** become int32. XLA's partitioner takes others for int32 where it pads them (unequal
 shards of a scatter with batch dimensions, such as the gradient of a sort) or searches a range of rows (a gather by
 uint8), and ends the process. No dimension is that large, so a number beyond int32 is out of bounds before and after.
@@ -57,6 +65,11 @@ _INDEXED = {
     "scatter-min": lax.scatter_min_p,
     "scatter-max": lax.scatter_max_p,
 }
+_COMPARED_MODES = (
+    lax.GatherScatterMode.CLIP,
+    lax.GatherScatterMode.FILL_OR_DROP,
+    lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+)
 REWRITTEN = frozenset({"conv_general_dilated", "dot_general", "argmax", "argmin", "while", *_INDEXED})
 
 #: Output positions up to which a batch-grouped convolution becomes one product per position (7 x 7 kernels do).
@@ -74,6 +87,10 @@ def rewrite(
         operands: abstract values of its operands (``shape``, ``dtype``).
         out_shape: shape of its first result.
     """
+    if primitive in ("gather", "scatter-add"):
+        compared = _compared(primitive, params, operands)
+        if compared is not None:
+            return compared
     if primitive in _INDEXED:
         kept = str(operands[1].dtype) == "int32"
         return None if kept else lambda x, at, *new: _INDEXED[primitive].bind(x, _as_int32(at), *new, **params)
@@ -124,6 +141,56 @@ def _if_outer(
         return lax.broadcast_in_dim(lax.convert_element_type(x, dtype), out_shape, at)
 
     return lambda a, b: spread(a, 0, len(batch)) * spread(b, 1, kept)
+
+
+def _compared(primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Callable[..., Any] | None:
+    """A gather of one element of each row, or a scatter-add of one to each, by comparing places; None for others."""
+    x, indices = operands[:2]
+    numbers, mode = params["dimension_numbers"], params["mode"]
+    gathers = primitive == "gather"
+    window_dims = numbers.offset_dims if gathers else numbers.update_window_dims
+    indexed = numbers.start_index_map if gathers else numbers.scatter_dims_to_operand_dims
+    taken_out = numbers.collapsed_slice_dims if gathers else numbers.inserted_window_dims
+    rows = numbers.start_indices_batching_dims if gathers else numbers.scatter_indices_batching_dims
+    single = [d for d in range(len(indices.shape) - 1) if d not in rows]  # dimensions of the indices, and of the result
+    in_order = list(numbers.operand_batching_dims) == [d for d in range(len(x.shape)) if d not in indexed]
+    if (
+        window_dims
+        or not rows
+        or len(indexed) != 1
+        or tuple(taken_out) != tuple(indexed)
+        or not (in_order and list(rows) == sorted(rows))
+        or any(indices.shape[d] != 1 for d in single)
+        or mode not in _COMPARED_MODES
+        or not _is_real(x.dtype)
+    ):
+        return None
+    (axis,) = indexed
+    size = x.shape[axis]
+
+    def places(at: Any) -> tuple[Any, Any]:
+        """Where each row's element is, and whether it is inside; both of the operand's rank."""
+        at = lax.expand_dims(lax.squeeze(at, [*single, at.ndim - 1]), [axis])
+        if mode == lax.GatherScatterMode.CLIP:
+            at = jnp.clip(at, 0, size - 1)
+        return lax.broadcasted_iota(at.dtype, x.shape, axis) == at, (at >= 0) & (at < size)
+
+    def take(x: Any, at: Any) -> Any:
+        hit, inside = places(at)
+        found = jnp.where(hit, x, jnp.zeros((), x.dtype)).sum(axis, dtype=x.dtype)
+        if mode == lax.GatherScatterMode.FILL_OR_DROP:
+            found = jnp.where(lax.squeeze(inside, [axis]), found, jnp.asarray(params["fill_value"], x.dtype))
+        return lax.expand_dims(found, single)
+
+    def add(x: Any, at: Any, new: Any) -> Any:
+        hit, _ = places(at)
+        return x + jnp.where(hit, lax.expand_dims(lax.squeeze(new, single), [axis]), jnp.zeros((), x.dtype))
+
+    return take if gathers else add
+
+
+def _is_real(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
 
 
 def _as_int32(indices: Any) -> Any:

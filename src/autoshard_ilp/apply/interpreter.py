@@ -108,12 +108,9 @@ class Run:
         def body(carried: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             frame = self.enter(region, outer, carried)
             for s, value in zip(region.slices, x, strict=True):
-                self.values.write(frame, ops[s], 0, self.plan.as_stacked(value, ops[s], ops[s].outputs[0]))
+                self.values.write(frame, ops[s], 0, self.plan.as_stacked(value, ops[s]))
             self.run(region.id, frame)
-            ys = [
-                self.plan.as_stacked(self.values.array(frame, ops[s], 0), ops[s], ops[s].inputs[0])
-                for s in region.stacks
-            ]
+            ys = [self.plan.as_stacked(self.values.array(frame, ops[s], 0), ops[s]) for s in region.stacks]
             return self.leave(region, frame), ys
 
         with compat.under_name_stack(region.name_stack):

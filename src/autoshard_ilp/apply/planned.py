@@ -115,22 +115,26 @@ class Planned:
         local = local_shape(shape, layout, self.axis_sizes)
         if local[-1] % LANES or local[-2] != whole_rows(local[-2]):
             return value
-        return self._row_by_row(value, tensor)
+        return self._row_by_row(value, tensor, layout)
 
-    def _row_by_row(self, value: Any, tensor: int) -> Any:
+    def _row_by_row(self, value: Any, tensor: int, layout: Layout | None) -> Any:
         """``value`` with its last dimension minor in memory, where every device has an equal part.
 
         Asked for device by device: on a mesh of three axes the partitioner gathers the whole array for it.
         """
-        layout, shape = self.layout(tensor), self.graph.tensors[tensor].shape
+        shape = self.graph.tensors[tensor].shape
         if layout is None or PARTIAL in layout or not divides(shape, layout, self.axis_sizes):
             return value
         spec = to_partition_spec(layout, len(shape), self.axis_names)
         return jax.shard_map(compat.row_major, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(value)
 
-    def as_stacked(self, value: Any, op: Op, tensor: int) -> Any:
+    def as_stacked(self, value: Any, op: Op) -> Any:
         """What a loop stacks up, or reads of a stack, in the order of dimensions in which both do (``stacks.py``)."""
-        return self._row_by_row(value, tensor) if op.id in self.stacks else value
+        if op.id not in self.stacks:
+            return value
+        stacks = op.primitive == "loop_stack"
+        tensor, layout = (op.inputs[0], self.operand_layouts(op)[0]) if stacks else (op.outputs[0], None)
+        return self._row_by_row(value, tensor, layout or self.layout(tensor))
 
     def anchor(self, op: Op) -> int | None:
         """The gradient that the backward pass has reached before ``op`` may run (:func:`ties.anchors`)."""

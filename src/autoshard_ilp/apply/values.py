@@ -22,6 +22,7 @@ class Frame:
     def __init__(self, parent: Frame | None = None) -> None:
         self.parent = parent
         self.values: dict[int, Any] = {}
+        self.entered: dict[int, Any] = {}  # values of regions around this one, as they are inside
         self.copies: dict[tuple[int, Layout, str], tuple[Any, Op]] = {}  # with the operation that read it last
         self.ties: dict[int, Any] = {}  # anchor -> scalar that is known once the anchor is
         self.computed: dict[int, Any] = {}  # op whose result something waits for -> scalar known once that is computed
@@ -46,8 +47,20 @@ class Values:
         self.plan, self.graph = plan, plan.graph
 
     def value(self, frame: Frame, tensor: int) -> Any:
+        """A tensor as it was computed, or its literal.
+
+        What a loop or a branch takes from around it, it gets as an argument of its own. The partitioner gives that the
+        layout of whatever inside reads it first, and moves it for all others, once per iteration (a table that a
+        decoding loop looks up and multiplies by: 180 MB gathered per token). So it is told the layout inside, too.
+        """
         literal = self.graph.tensors[tensor].literal
-        return frame.get(tensor) if literal is None else literal
+        if literal is not None:
+            return literal
+        if tensor in frame.values or frame.parent is None:
+            return frame.get(tensor)
+        if tensor not in frame.entered:
+            frame.entered[tensor] = self.plan.constrain(frame.get(tensor), tensor, self.plan.layout(tensor))
+        return frame.entered[tensor]
 
     def read(self, frame: Frame, op: Op, i: int) -> Any:
         """Operand i of ``op`` in the layout in which the op wants it.
