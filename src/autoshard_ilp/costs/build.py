@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs.alike import computed_alike
-from autoshard_ilp.costs.carried import count_gathers_twice, count_twice
+from autoshard_ilp.costs.carried import count_gathers_twice, count_twice, is_stacked
 from autoshard_ilp.costs.coarse import coarser
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
 from autoshard_ilp.costs.heap import loses, with_holes
@@ -200,7 +200,10 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
         for op_id, operand in flow.uses:
             start, end = _copy_lifetime(table, flow, op_id)
             start = min(start, account.gathered.get(table.graph.ops[op_id].inputs[operand], start))
-            if account.known and account.known[table.graph.ops[op_id].inputs[operand]]:
+            one = table.graph.ops[op_id]
+            if account.family == "tpu" and one.primitive == "loop_slice":
+                start = table.buffers.begins[one.region]  # with all that the loop reads: nothing is computed meanwhile
+            elif account.known and account.known[one.inputs[operand]]:
                 account.ahead.append(len(account.rows))
             read = table.graph.ops[op_id].outputs
             account.hold(True, index, start, end, "gathered", _label(table, op_id, operand), read)
@@ -373,6 +376,8 @@ def _hold_results(
             continue
         itemsize = float(table.precision.held[t])
         held = account.bytes_of(table, t, itemsize, cls.results[j].layouts)[cls.results[j].of_strategy]
+        if account.family == "tpu" and is_stacked(graph, buffers.root, t):
+            held = np.where(held > largest_bytes(table.profile), held, 0)
         spans = []
         members = list(_not_merged(account, graph, cls.members, j))
         for m, merged in members:

@@ -32,6 +32,7 @@ from typing import TypeVar
 import numpy as np
 
 from autoshard_ilp.costs.onchip import LargeParts
+from autoshard_ilp.graph import Graph
 from autoshard_ilp.program.model import Lifetimes, Program
 
 Label = TypeVar("Label")
@@ -75,6 +76,22 @@ def count_twice(
     lifetimes = lt.followed_by(lt.is_edge[of], lt.owner[of], start, end)
     more_categories, more_labels = (categories[i] for i in of), (labels[i] for i in of)
     return replace(program, lifetimes=lifetimes), (*categories, *more_categories), (*labels, *more_labels)
+
+
+def is_stacked(graph: Graph, root: np.ndarray, tensor: int) -> bool:
+    """Whether a loop stacks a tensor up that it computes.
+
+    XLA:TPU writes it straight into its place in the stack, and what else reads it finds it in vector memory, where it
+    fits. (Compiled for v5e, a scanned transformer: one kernel computes the activations of a feed-forward layer and
+    writes six stacks, ``bf16[4,2,1024,8192]``, and ``bf16[2,1024,8192]`` in vector memory.)
+
+    Args:
+        root: per tensor, the tensor whose buffer a view reads.
+        tensor: that has a buffer of its own.
+    """
+    region = graph.ops[graph.tensors[tensor].producer or 0].region
+    stacks = graph.regions[region].stacks if region else ()
+    return any(int(root[graph.ops[op_id].inputs[0]]) == tensor for op_id in stacks)
 
 
 def count_gathers_twice(

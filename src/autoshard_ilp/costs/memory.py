@@ -37,7 +37,7 @@ class Buffers:
         last_use: last time any consumer, through views and fusions, needs the tensor.
         time: time of each op.
         horizon: number of time steps; at the last one only arguments and results are left.
-        ends: region -> time of its last operation.
+        begins, ends: region -> time of its first operation, and of its last.
         sliced: loop slice -> (tensor, until when): buffers of which nothing but one loop reads slices. ``end`` is when
             that loop begins, as if they were gathered for it; as they are, they are held until it ends.
     """
@@ -50,6 +50,7 @@ class Buffers:
     last_use: np.ndarray
     time: np.ndarray
     horizon: int
+    begins: Mapping[int, int] = field(default_factory=dict)
     ends: Mapping[int, int] = field(default_factory=dict)
     sliced: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -74,6 +75,7 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
     time = schedule(graph)
     horizon = int(time.max()) + 2 if len(time) else 1
     last_use = _last_uses(graph, root, stored, time)
+    begins = _region_begins(graph, time)
     start = np.zeros(len(graph.tensors), np.int64)
     end = np.zeros(len(graph.tensors), np.int64)
     results = {graph.ops[r].inputs[0] for r in graph.results}
@@ -85,9 +87,8 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
         if producer.primitive == "argument":
             start[t.id], end[t.id] = 0, horizon
         else:
-            start[t.id] = (
-                _region_start(graph, producer, time) if producer.primitive == "loop_stack" else time[t.producer]
-            )
+            stacked = producer.primitive == "loop_stack"  # in a buffer held from the loop's start
+            start[t.id] = begins[producer.region] if stacked else time[t.producer]
             end[t.id] = horizon if t.id in held_to_end else max(last_use[t.id], start[t.id]) + 1
     if family == "gpu":
         _prepared_before_what_is_read(graph, stored, time, start)
@@ -99,7 +100,7 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
     for op_id, (t_id, _) in sliced.items():
         end[t_id] = time[op_id] + 1
     reads = reads_by_kernel(graph, root, stored) if family == "gpu" else _reads(graph, root, stored)
-    return Buffers(stored, start, end, root, reads, last_use, time, horizon, _region_ends(graph, time), sliced)
+    return Buffers(stored, start, end, root, reads, last_use, time, horizon, begins, _region_ends(graph, time), sliced)
 
 
 def _sliced_by_one_loop(
@@ -276,9 +277,11 @@ def _region_ends(graph: Graph, time: np.ndarray) -> dict[int, int]:
     return ends
 
 
-def _region_start(graph: Graph, stack: Op, time: np.ndarray) -> int:
-    """A scan writes its stacked result into a buffer held from the loop's start."""
-    return min((int(time[op.id]) for op in graph.ops if op.region == stack.region), default=int(time[stack.id]))
+def _region_begins(graph: Graph, time: np.ndarray) -> dict[int, int]:
+    begins: dict[int, int] = {}
+    for op in graph.ops:
+        begins[op.region] = min(begins.get(op.region, int(time[op.id])), int(time[op.id]))
+    return begins
 
 
 def _prepared_before_what_is_read(graph: Graph, stored: np.ndarray, time: np.ndarray, start: np.ndarray) -> None:
