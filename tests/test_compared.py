@@ -73,6 +73,20 @@ def equations(jaxpr: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int64", "uint32"])
+def test_places_are_compared_as_they_are_counted(dtype: str) -> None:
+    """More places than the indices' type can count."""
+    x, at = np.arange(4 * 1000, dtype="float32").reshape(4, 1000), np.array([[3], [7], [100], [0]], dtype)
+    with jax.enable_x64(dtype == "int64"):
+        closed = jax.make_jaxpr(lambda x, at: jnp.take_along_axis(x, at, axis=1, mode="clip"))(x, at)
+        (eqn,) = (e for e in equations(closed.jaxpr) if e.primitive.name == "gather")
+        operands = [v.aval for v in eqn.invars]
+        instead = rewrite("gather", eqn.params, operands, (4, 1))
+        assert instead is not None
+        found = instead(x, jnp.asarray(at).reshape(operands[1].shape))
+    np.testing.assert_array_equal(found, np.take_along_axis(x, at.astype("int32"), 1))
+
+
 @pytest.mark.parametrize("width", [8, 9])
 def test_the_loss_of_each_label_is_planned_without_a_scatter(width: int) -> None:
     rng = np.random.default_rng(0)

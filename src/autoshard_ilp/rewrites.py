@@ -70,6 +70,12 @@ _COMPARED_MODES = (
     lax.GatherScatterMode.FILL_OR_DROP,
     lax.GatherScatterMode.PROMISE_IN_BOUNDS,
 )
+_COMPARED_TYPES = frozenset(
+    ["bfloat16", *(f"float{bits}" for bits in (16, 32, 64))]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+)
+"""What XLA adds up on every backend."""
+
 REWRITTEN = frozenset({"conv_general_dilated", "dot_general", "argmax", "argmin", "while", *_INDEXED})
 
 #: Output positions up to which a batch-grouped convolution becomes one product per position (7 x 7 kernels do).
@@ -162,7 +168,7 @@ def _compared(primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
         or not (in_order and list(rows) == sorted(rows))
         or any(indices.shape[d] != 1 for d in single)
         or mode not in _COMPARED_MODES
-        or not _is_real(x.dtype)
+        or str(x.dtype) not in _COMPARED_TYPES
     ):
         return None
     (axis,) = indexed
@@ -170,6 +176,7 @@ def _compared(primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
 
     def places(at: Any) -> tuple[Any, Any]:
         """Where each row's element is, and whether it is inside; both of the operand's rank."""
+        at = at if at.dtype == "int32" else _as_int32(at)  # a uint8 would meet every 256th place
         at = lax.expand_dims(lax.squeeze(at, [*single, at.ndim - 1]), [axis])
         if mode == lax.GatherScatterMode.CLIP:
             at = jnp.clip(at, 0, size - 1)
@@ -187,10 +194,6 @@ def _compared(primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
         return x + jnp.where(hit, lax.expand_dims(lax.squeeze(new, single), [axis]), jnp.zeros((), x.dtype))
 
     return take if gathers else add
-
-
-def _is_real(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
 
 
 def _as_int32(indices: Any) -> Any:
