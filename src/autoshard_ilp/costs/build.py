@@ -14,6 +14,7 @@ from autoshard_ilp.costs.alike import computed_alike
 from autoshard_ilp.costs.carried import count_gathers_twice, count_twice, is_stacked
 from autoshard_ilp.costs.coarse import coarser
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
+from autoshard_ilp.costs.grouped import copies_for_groups, copies_kept, masked_again
 from autoshard_ilp.costs.heap import loses, with_holes
 from autoshard_ilp.costs.idle import Idleness
 from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup, read_by_products_later
@@ -86,6 +87,7 @@ class _Account:
         fuses = [fusible(op) and op.primitive not in VIEWS for op in table.graph.ops]
         self.packed = packed_masks(table.graph, fuses, VIEWS) if self.family == "tpu" else frozenset()
         self.pads = self.family == "gpu" and leaves_triton(table.graph)
+        self.masked_again = masked_again(table.graph) if self.family == "gpu" else {}
         self.siblings = held_for_siblings(table.graph, table.buffers) if self.pads else {}
         self.first_lookup = first_lookup(table.graph, table.buffers.time) if self.family == "tpu" else 0
         self.tied_lookups = read_by_products_later(table.graph, table.buffers.time) if self.family == "tpu" else {}
@@ -436,6 +438,13 @@ def _hold_results(
     )
     # What depends on what is around the operation is not the same for all with these strategies.
     padded = padded + masks_of_extremes(graph, representative, cls.strategies, sizes)
+    again = [m for m in cls.members if m in account.masked_again]
+    shared = bool(again) or representative.id in account.masked_again.values()
+    padded = padded + copies_for_groups(graph, representative, cls.strategies, sizes, shared)
+    if again:
+        until = {m: int(buffers.time[account.masked_again[m]]) + 1 for m in again}
+        kept = [(int(buffers.time[m]) + 1, end, "activations", (graph.ops[m].scope, m)) for m, end in until.items()]
+        hold(copies_kept(graph, representative, cls.strategies, sizes), kept)
     if representative.primitive == "select_and_scatter_add":
         early = bool(buffers.start[representative.outputs[0]] < buffers.time[representative.id])
         padded = padded + window_places(graph, representative, cls.strategies, sizes, early)

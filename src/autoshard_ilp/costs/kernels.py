@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard_ilp.costs.compute import ProductDims, Traffic
+from autoshard_ilp.costs.grouped import FAMILIES, MOVED, groups_of
 from autoshard_ilp.costs.primitives import RANDOM, REDUCTIONS, UNFUSIBLE
 from autoshard_ilp.graph import Graph, Op
 
@@ -56,6 +57,11 @@ def with_kernels(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffi
         return replace(
             found, reads=(*found.reads, (0, shape, BYTES_PER_PLACE * math.prod(op.params["window_dimensions"])))
         )
+    groups = groups_of(graph, op)
+    if groups > 1 and profile.family in FAMILIES:
+        left = graph.tensors[op.inputs[0]]
+        copied = (0, left.shape, float(MOVED * groups * left.itemsize))
+        return replace(found, share=1 / groups, reads=(*found.reads, copied))
     if op.primitive == "conv_general_dilated":
         return _convolution(found, graph, op, profile)
     if op.primitive == "dot_general":

@@ -31,7 +31,7 @@ LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
 
 UNFUSIBLE = frozenset(
     """
-    dot_general ragged_dot conv_general_dilated gather scatter scatter-add scatter_add scatter-mul scatter-min
+    dot_general ragged_dot_general conv_general_dilated gather scatter scatter-add scatter_add scatter-mul scatter-min
     scatter-max sort top_k cumsum cumprod cummax cummin cumlogsumexp fft cholesky triangular_solve qr eigh svd lu
     reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
     select_and_gather_add argmax argmin result loop_stack dot_product_attention_fwd_wrapper
