@@ -132,9 +132,9 @@ class Planned:
         """What a loop stacks up, or reads of a stack, in the order of dimensions in which both do (``stacks.py``)."""
         if op.id not in self.stacks:
             return value
-        stacks = op.primitive == "loop_stack"
-        tensor, layout = (op.inputs[0], self.operand_layouts(op)[0]) if stacks else (op.outputs[0], None)
-        return self._row_by_row(value, tensor, layout or self.layout(tensor))
+        if op.primitive == "loop_stack":
+            return self._row_by_row(value, op.inputs[0], self.operand_layouts(op)[0])
+        return self._row_by_row(value, op.outputs[0], self.layout(op.outputs[0]))
 
     def anchor(self, op: Op) -> int | None:
         """The gradient that the backward pass has reached before ``op`` may run (:func:`ties.anchors`)."""

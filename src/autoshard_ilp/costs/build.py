@@ -200,16 +200,15 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
     copies = _in_tiles(table, flow, account, v.layouts, copies) if copies.any() and account.family == "tpu" else copies
     if copies.any() and _counts(table, flow) and len(table.classes) > 1:
         for op_id, operand in flow.uses:
+            op = table.graph.ops[op_id]
             start, end = _copy_lifetime(table, flow, op_id)
-            start = min(start, account.gathered.get(table.graph.ops[op_id].inputs[operand], start))
-            one = table.graph.ops[op_id]
-            if account.family == "tpu" and one.primitive == "loop_slice":
-                start = table.buffers.begins[one.region]  # with all that the loop reads: nothing is computed meanwhile
-            elif account.known and account.known[one.inputs[operand]]:
+            start = min(start, account.gathered.get(op.inputs[operand], start))
+            if account.family == "tpu" and op.primitive == "loop_slice":
+                start = table.buffers.begins[op.region]  # with all that the loop reads: nothing is computed meanwhile
+            elif account.known and account.known[op.inputs[operand]]:
                 account.ahead.append(len(account.rows))
-            read = table.graph.ops[op_id].outputs
-            account.hold(True, index, start, end, "gathered", _label(table, op_id, operand), read)
-            if account.family == "gpu" and table.graph.ops[op_id].primitive == "loop_slice":
+            account.hold(True, index, start, end, "gathered", _label(table, op_id, operand), op.outputs)
+            if account.family == "gpu" and op.primitive == "loop_slice":
                 # Collectives put the gathered dimension in front; a loop reads its slices from a transposed copy.
                 account.hold(True, index, start, start + 1, "gathered", _label(table, op_id, operand))
     return Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, flow.count * seconds, copies)
