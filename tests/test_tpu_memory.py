@@ -214,6 +214,30 @@ def test_what_a_loop_stacks_up_has_no_buffer_of_its_own(batch: int) -> None:
     assert found.compiled_peak_bytes == pytest.approx(plan.memory.peak_bytes, rel=0.1)
 
 
+@needs_tpu
+@pytest.mark.tpu
+def test_stacks_of_matrices_are_not_tiled_along_the_loop() -> None:
+    """A recurrence of matrices with 64 columns: every entry of its stacks is padded to 128."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(decay: Any, keys: Any) -> Any:
+        def step(state: Any, now: Any) -> Any:
+            decay, key = now
+            state = decay[..., None] * state + key[..., None] * key[..., None, :]
+            return state, jnp.tanh(state).sum(-1)
+
+        start = jnp.zeros((*keys.shape[1:], keys.shape[-1]))
+        return jnp.square(jax.lax.scan(step, start, (decay, keys))[1]).mean()
+
+    args = (jax.ShapeDtypeStruct((128, 32, 8, 64), "float32"),) * 2
+    pins = {"args/0": (None, "data"), "args/1": (None, "data")}
+    plan = autoshard.optimize_fn(jax.grad(loss), args, {"data": 8}, hardware="tpu-v5e", pins=pins, progress=False)
+    found = plan.verify("tpu-v5e:2x4")
+    stack = 128 * 4 * 8 * 64 * 128 * 4
+    assert stack < found.compiled_peak_bytes == pytest.approx(plan.memory.peak_bytes, rel=0.1)
+
+
 def test_one_loop_and_steps_without_are_counted_once() -> None:
     plain = program([(100, 1, 8), (50, 3, 5)], 10)
     names = ["activations"] * 3

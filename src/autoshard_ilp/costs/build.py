@@ -26,7 +26,7 @@ from autoshard_ilp.costs.reshard_tables import agreeing
 from autoshard_ilp.costs.siblings import held_for_siblings, merged_bytes
 from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
-from autoshard_ilp.costs.tiles import images_of_the_step, padding, through_convolutions, tiled_bytes
+from autoshard_ilp.costs.tiles import images_of_the_step, padding, stacks_of_loops, through_convolutions, tiled_bytes
 from autoshard_ilp.costs.workspace import workspace_spans
 from autoshard_ilp.costs.written import made_in_results, masks_of_extremes, packed_bytes, packed_masks
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
@@ -36,9 +36,6 @@ from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, local_shape
 OBJECTIVES = ("step_time", "communication")
 TIE_BREAK = 1e-6
 """Under objective="communication" compute still counts this little, so that ties go to the faster plan."""
-
-SMALL_BYTES = 1024
-"""Tensors smaller than this, whole, are left out of the memory account."""
 
 MERGED = frozenset({"gpu"})
 """Families of hardware on which what several layers compute alike is held once. Of others it is not known: XLA:TPU
@@ -81,7 +78,9 @@ class _Account:
         self.known = known_from_the_start(table.graph) if self.family == "tpu" else ()
         self.gathered = gathered_together(table.graph, table.buffers, self.family)
         self.reduced = reduced_together(table.graph, table.buffers, self.family)
-        self.images = through_convolutions(table.graph) if self.family == "tpu" else {}
+        self.fastest_of: dict[int, tuple[int, ...]] = {}  # on a TPU, where not any two dimensions may vary fastest
+        if self.family == "tpu":
+            self.fastest_of = {**stacks_of_loops(table.graph), **through_convolutions(table.graph)}
         self.alike = computed_alike(table.graph) if self.family in MERGED else ()
         self.given = images_of_the_step(table.graph, table.buffers) if self.family == "tpu" else {}
         fuses = [fusible(op) and op.primitive not in VIEWS for op in table.graph.ops]
@@ -116,7 +115,7 @@ class _Account:
         """Dimensions of which two must vary fastest in a TPU's memory; none: any may."""
         root = int(table.buffers.root[tensor])
         same = len(table.graph.tensors[root].shape) == len(table.graph.tensors[tensor].shape)
-        return self.images.get(root, ()) if same else ()
+        return self.fastest_of.get(root, ()) if same else ()
 
     def hold(
         self,
@@ -295,7 +294,7 @@ def _counts(table: CostTable, flow: Flow) -> bool:
     tensor = flow_tensor(table, flow)
     consumer = table.graph.ops[flow.uses[0][0]]
     in_place = consumer.primitive == "result" and flow.v in table.donated
-    return int(np.prod(tensor.shape)) * tensor.itemsize >= SMALL_BYTES and not in_place
+    return int(np.prod(tensor.shape)) * tensor.itemsize >= table.least_bytes and not in_place
 
 
 def _not_merged(
@@ -373,7 +372,7 @@ def _hold_results(
 
     for j, t in enumerate(representative.outputs):
         tensor = graph.tensors[t]
-        if not buffers.stored[t] or np.prod(tensor.shape) * tensor.itemsize < SMALL_BYTES:
+        if not buffers.stored[t] or np.prod(tensor.shape) * tensor.itemsize < table.least_bytes:
             continue
         itemsize = float(table.precision.held[t])
         held = account.bytes_of(table, t, itemsize, cls.results[j].layouts)[cls.results[j].of_strategy]

@@ -30,6 +30,8 @@ from autoshard_ilp.rules.rule import Rule
 from autoshard_ilp.sharding import Layout, local_bytes
 from autoshard_ilp.strategies import Strategy, hub_strategies, strategies_of
 
+SMALL_BYTES = 1024
+
 Restriction = Callable[[Op, list[Strategy]], list[Strategy]]
 
 
@@ -117,6 +119,13 @@ class CostTable:
     def donated(self) -> frozenset[int]:
         """Classes of the arguments that a result of the step overwrites."""
         return frozenset(int(self.class_of[argument]) for _, argument in self.graph.aliases)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """Tensors smaller than this, whole, are left out of the memory account: a kilobyte, or of a program of small
+        tensors a thousandth of the largest."""
+        largest = max((int(np.prod(t.shape)) * t.itemsize for t in self.graph.tensors), default=0)
+        return min(SMALL_BYTES, largest // 1000)
 
 
 def build_table(

@@ -100,6 +100,17 @@ def _spread(
             found.setdefault(t, found[known])
 
 
+def stacks_of_loops(graph: Graph) -> Mapping[int, tuple[int, ...]]:
+    """Tensors that loops stack up -> the dimensions of one entry, among which are the two that vary fastest.
+
+    Loops write an entry at a time, so XLA:TPU never tiles along the stack: ``f32[256,32,2,64,64]``, stacked along its
+    first dimension, pads its last to 128.
+    """
+    stacks = (op.outputs[0] for op in graph.ops if op.primitive == "loop_stack")
+    ranks = ((t, len(graph.tensors[t].shape)) for t in stacks)
+    return {t: tuple(range(1, rank)) for t, rank in ranks if rank > 2}
+
+
 def images_of_the_step(graph: Graph, buffers: Buffers) -> Mapping[int, int]:
     """Convolutions whose image the step is given, at most cast and scaled on the way -> when its copy was last read.
 
