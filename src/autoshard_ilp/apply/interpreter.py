@@ -69,7 +69,7 @@ class Run:
         top = Frame()
         self.run(0, top)
         ops = self.graph.ops
-        return [self.values.array(top, ops[r], 0) for r in self.graph.results]
+        return [self.values.outcome(top, ops[r]) for r in self.graph.results]
 
     def run(self, region: int, frame: Frame) -> None:
         for item in self.plan.schedule[region]:

@@ -16,6 +16,7 @@ from autoshard_ilp.costs.coarse import coarser
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
 from autoshard_ilp.costs.grouped import copies_for_groups, copies_kept, masked_again
 from autoshard_ilp.costs.heap import loses, with_holes
+from autoshard_ilp.costs.hoisted import hoisted_casts
 from autoshard_ilp.costs.idle import Idleness
 from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup, read_by_products_later
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, largest_bytes, vector_bytes
@@ -82,6 +83,7 @@ class _Account:
         if self.family == "tpu":
             self.fastest_of = {**stacks_of_loops(table.graph), **through_convolutions(table.graph)}
         self.alike = computed_alike(table.graph) if self.family in MERGED else ()
+        self.hoisted = hoisted_casts(table.graph, table.buffers) if self.family == "tpu" else {}
         self.given = images_of_the_step(table.graph, table.buffers) if self.family == "tpu" else {}
         fuses = [fusible(op) and op.primitive not in VIEWS for op in table.graph.ops]
         self.packed = packed_masks(table.graph, fuses, VIEWS) if self.family == "tpu" else frozenset()
@@ -165,7 +167,7 @@ def build_program(
     edges: list[Edge] = []
     for flow in table.flows:
         edges.append(_edge(table, flow, len(edges), account, costs))
-    for flow in table.flows if table.buffers.sliced else ():
+    for flow in table.flows if table.buffers.sliced or account.hoisted else ():
         _hold_for_loops(table, flow, account, extra, len(edges))
     for flow in table.flows if account.tied_lookups else ():
         _hold_for_products(table, flow, account, extra, len(edges))
@@ -197,7 +199,7 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
     if copies.any() and flow.operand != REUSE:
         copies = np.where(_only_sliced(table, flow, u.layouts, v.layouts), 0, copies)
     copies = _in_tiles(table, flow, account, v.layouts, copies) if copies.any() and account.family == "tpu" else copies
-    if copies.any() and _counts(table, flow) and len(table.classes) > 1:
+    if copies.any() and _counts(table, flow, account) and len(table.classes) > 1:
         for op_id, operand in flow.uses:
             op = table.graph.ops[op_id]
             start, end = _copy_lifetime(table, flow, op_id)
@@ -218,12 +220,19 @@ def _hold_for_loops(table: CostTable, flow: Flow, account: _Account, extra: list
 
     A collective takes it with the gathered dimension in front, which is one more copy while it is gathered.
     """
-    uses = [use for use in flow.uses if use[0] in table.buffers.sliced]
+    uses = [use for use in flow.uses if use[0] in table.buffers.sliced or use[0] in account.hoisted]
     if not uses:
         return
     u, v = table.classes[flow.u].results[flow.result], operand_labels(table, flow)
     moved = flow_table(table, flow)[1] > 0
     for op_id, operand in uses:
+        cast = account.hoisted.get(op_id)
+        if cast is not None:
+            stack = flow_tensor(table, flow).id
+            held = np.where(moved, 0, account.bytes_of(table, stack, cast.itemsize, u.layouts)[:, None])
+            account.hold(True, n_edges + len(extra), cast.start, cast.end, "gathered", _label(table, op_id, operand))
+            extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(moved.shape), held))
+            continue
         tensor, loop_ends = table.buffers.sliced[op_id]
         held = account.bytes_of(table, tensor, float(table.precision.held[tensor]), u.layouts)[:, None]
         begins = int(table.buffers.end[tensor])
@@ -290,10 +299,11 @@ def _only_sliced(table: CostTable, flow: Flow, starts: Sequence[Any], ends: Sequ
     return found
 
 
-def _counts(table: CostTable, flow: Flow) -> bool:
+def _counts(table: CostTable, flow: Flow, account: _Account) -> bool:
+    """Whether copies of a flow take memory: a TPU gathers nothing in the place of the argument that it overwrites."""
     tensor = flow_tensor(table, flow)
     consumer = table.graph.ops[flow.uses[0][0]]
-    in_place = consumer.primitive == "result" and flow.v in table.donated
+    in_place = consumer.primitive == "result" and flow.v in table.donated and account.family != "tpu"
     return int(np.prod(tensor.shape)) * tensor.itemsize >= table.least_bytes and not in_place
 
 
