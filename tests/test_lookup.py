@@ -155,7 +155,7 @@ def test_a_table_whose_rows_are_rounded_is_sent_rounded(monkeypatch: pytest.Monk
 
     elements = 4096 * 1024 // 8 * 3 // 4
     assert sent() == [("all-to-all", 2 * elements)]
-    monkeypatch.setattr(apply.planned, "rounded_lookups", lambda graph: frozenset())
+    monkeypatch.setattr(apply.planned, "rounded_operands", lambda graph: frozenset())
     assert sent() == [("all-to-all", 4 * elements)], "XLA:TPU rounds by itself now"
 
 

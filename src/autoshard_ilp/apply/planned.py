@@ -13,7 +13,7 @@ from autoshard_ilp import manual, ties
 from autoshard_ilp.apply.decisions import Decisions, mark
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.costs.masks import met_by_random_bits
-from autoshard_ilp.costs.precision import cast_before_collectives, rounded_lookups
+from autoshard_ilp.costs.precision import cast_before_collectives, rounded_operands
 from autoshard_ilp.costs.splitk import kept_in_pieces
 from autoshard_ilp.costs.tiles import LANES, whole_rows
 from autoshard_ilp.cuts import computed_as_read
@@ -55,7 +55,7 @@ class Planned:
         )
         self.readers = frozenset(wait.reader for wait in self.updates.values())
         self.casts = cast_before_collectives(graph) if platform == "gpu" else ("",) * len(graph.ops)
-        self.rounded = rounded_lookups(graph) if platform == "tpu" else frozenset[int]()
+        self.rounded = rounded_operands(graph) if platform == "tpu" else frozenset[tuple[int, int]]()
         self.broadcasts = unequal_broadcasts(graph, platform, self.layout)
         self.as_read = computed_as_read(graph, platform)
         self.pieces = ties.pieces_of_activations(graph, platform)

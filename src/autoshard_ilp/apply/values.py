@@ -184,7 +184,7 @@ class Values:
         plan, tensor = self.plan, op.inputs[i]
         now = plan.layout(tensor)
         moves = layout is not None and now != layout
-        rounded = moves and i == 0 and op.id in plan.rounded
+        rounded = moves and (op.id, i) in plan.rounded
         if rounded:
             rounded = not is_cut(now, layout, self.graph.tensors[tensor].shape, plan.axis_sizes)
         if moves and plan.casts[op.id]:

@@ -93,12 +93,8 @@ def precision(graph: Graph, profile: Any) -> Precision:
         return Precision(held, tuple((False,) * len(op.inputs) for op in graph.ops))
     held[list(_widened(graph))] = WIDE_BYTES
     held[[op.outputs[0] for op in graph.ops if added_up_wide(graph, op)]] = WIDE_BYTES
-    narrow = _narrow(graph)
-    rounds = tuple(
-        tuple(graph.tensors[t].dtype == WIDE and _rounds(graph, op, i, narrow) for i, t in enumerate(op.inputs))
-        for op in graph.ops
-    )
-    return Precision(held, rounds)
+    rounded = rounded_operands(graph)
+    return Precision(held, tuple(tuple((op.id, i) in rounded for i in range(len(op.inputs))) for op in graph.ops))
 
 
 def _batched_indices(graph: Graph) -> Iterator[tuple[int, float]]:
@@ -184,16 +180,19 @@ def cast_before_collectives(graph: Graph) -> tuple[str, ...]:
     return tuple(casts)
 
 
-def rounded_lookups(graph: Graph) -> frozenset[int]:
-    """Gathers from 32-bit tables whose rows every reader rounds to 16 bits.
+def rounded_operands(graph: Graph) -> frozenset[tuple[int, int]]:
+    """Operands (op id, position) of 32 bits that XLA:TPU rounds to 16 bits, itself or in whatever reads the result.
 
-    XLA:TPU rounds the table before it is gathered from other devices, but not before an all-to-all.
+    It rounds before it gathers, mostly: not before an all-to-all, and not what a reduce-scatter makes. (The gradient
+    of a residual stream, scattered and gathered again for two products, v5e: ``f32[4096,4096]``.)
     """
-    lookups = [op for op in graph.ops if op.primitive == "gather" and graph.tensors[op.inputs[0]].dtype == WIDE]
-    if not lookups:
-        return frozenset()
     narrow = _narrow(graph)
-    return frozenset(op.id for op in lookups if _rounds(graph, op, 0, narrow))
+    return frozenset(
+        (op.id, i)
+        for op in graph.ops
+        for i, t in enumerate(op.inputs)
+        if graph.tensors[t].dtype == WIDE and _rounds(graph, op, i, narrow)
+    )
 
 
 def _narrow(graph: Graph) -> np.ndarray:
