@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard_ilp._jax_compat import platform_of, row_major, whole_slice
+from autoshard_ilp.costs.primitives import PRODUCTS
 from autoshard_ilp.costs.scatter import spans_slice, stages
 from autoshard_ilp.rules.rule import Kind, OpView, Rule
 from autoshard_ilp.sharding import (
@@ -190,7 +191,9 @@ def run(
         partial = out[0] if isinstance(out, (list, tuple)) else out
         partial = jax.lax.optimization_barrier(partial) if kept else partial
         windowed = op.primitive == "conv_general_dilated" and len(op.out_shapes[0]) >= WINDOW_DIMS
-        total = reduced(partial, sums, result, axis_names, sizes, slice_shape, Computed(leading, windowed))
+        kept_order = op.primitive not in PRODUCTS
+        order = Computed(leading, windowed, kept_order)
+        total = reduced(partial, sums, result, axis_names, sizes, slice_shape, order)
         return (total, never_known_before(partial)) if looked_at else total
 
     return mapped(
@@ -278,10 +281,12 @@ class Computed:
     Attributes:
         leading: the dimension that its readers move to the front.
         windowed: whether a convolution of a window of two dimensions or more computes it.
+        kept: whether it has the order of an operand: no product computes it in another one.
     """
 
     leading: int = 0
     windowed: bool = False
+    kept: bool = False
 
 
 def reduced(
@@ -357,6 +362,8 @@ def _scattered(
         shards = _scattered_in_stages(front, axes, axis_names, sizes, slice_shape)
     elif slice_shape and front.ndim > 3:
         shards = _scattered_in_rows(front, names)
+    elif slice_shape and order.kept and not first:  # else shards are in the tiles of the order that it has
+        shards = jax.lax.psum_scatter(row_major(front), names, scatter_dimension=0, tiled=False)
     else:
         shards = jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False)
     return jax.numpy.moveaxis(shards.reshape(-1)[:numbers].reshape(shard), 0, dim)
