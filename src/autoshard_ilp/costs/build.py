@@ -27,7 +27,14 @@ from autoshard_ilp.costs.reshard_tables import agreeing
 from autoshard_ilp.costs.siblings import held_for_siblings, merged_bytes
 from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
-from autoshard_ilp.costs.tiles import images_of_the_step, padding, stacks_of_loops, through_convolutions, tiled_bytes
+from autoshard_ilp.costs.tiles import (
+    images_of_the_step,
+    of_batched_products,
+    padding,
+    stacks_of_loops,
+    through_convolutions,
+    tiled_bytes,
+)
 from autoshard_ilp.costs.workspace import workspace_spans
 from autoshard_ilp.costs.written import made_in_results, masks_of_extremes, packed_bytes, packed_masks
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
@@ -81,7 +88,8 @@ class _Account:
         self.reduced = reduced_together(table.graph, table.buffers, self.family)
         self.fastest_of: dict[int, tuple[int, ...]] = {}  # on a TPU, where not any two dimensions may vary fastest
         if self.family == "tpu":
-            self.fastest_of = {**stacks_of_loops(table.graph), **through_convolutions(table.graph)}
+            products, images = of_batched_products(table.graph), through_convolutions(table.graph)
+            self.fastest_of = {**products, **stacks_of_loops(table.graph), **images}
         self.alike = computed_alike(table.graph) if self.family in MERGED else ()
         self.hoisted = hoisted_casts(table.graph, table.buffers) if self.family == "tpu" else {}
         self.given = images_of_the_step(table.graph, table.buffers) if self.family == "tpu" else {}

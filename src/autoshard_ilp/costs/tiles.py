@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 from autoshard_ilp.costs.memory import Buffers
 from autoshard_ilp.costs.primitives import fusible
@@ -24,6 +25,10 @@ ROWS, LANES = 8, 128
 """A tile, in elements."""
 
 POOLING = ("reduce_window", "select_and_scatter_add", "select_and_gather_add", "pad")
+
+
+MOVED = ("slice", "split", "concatenate", "pad")
+"""What keeps the number of dimensions, and their order."""
 
 
 def tiled_bytes(
@@ -86,7 +91,7 @@ def through_convolutions(graph: Graph) -> Mapping[int, tuple[int, int]]:
 
 
 def _spread(
-    graph: Graph, inputs: Sequence[int], outputs: Sequence[int], pools: bool, found: dict[int, tuple[int, int]]
+    graph: Graph, inputs: Sequence[int], outputs: Sequence[int], pools: bool, found: dict[int, Any]
 ) -> None:
     """Gives the dimensions of one tensor of an operation to those of the same shape (or rank, where it pools)."""
     tensors = [t for t in (*inputs, *outputs) if len(graph.tensors[t].shape) > 2]
@@ -98,6 +103,38 @@ def _spread(
         mine = graph.tensors[t].shape
         if mine == shape or (pools and len(mine) == len(shape)):
             found.setdefault(t, found[known])
+
+
+def of_batched_products(graph: Graph) -> Mapping[int, tuple[int, ...]]:
+    """Tensors that products in batches read or make, or that are computed from such element by element or moved -> the
+    dimensions that are no batch.
+
+    XLA:TPU runs over batches one by one, so none of them lies along a tile. Sequences of 128 tokens or more fill one;
+    windows of 64 tokens do not (compiled for v5e, 16 heads: scores ``f32[128,16,64,64]{2,3,1,0}`` take twice their
+    bytes, and so do queries, keys and values ``bf16[128,64,48,32]{1,3,2,0}``).
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for op in graph.ops:
+        if op.primitive != "dot_general":
+            continue
+        _, batches = op.params["dimension_numbers"]
+        made = tuple(range(len(batches[0])))
+        for t, batch in zip((*op.inputs, *op.outputs), (*batches, made), strict=True):
+            inner = tuple(d for d in range(len(graph.tensors[t].shape)) if d not in batch)
+            if batch and len(inner) > 1:
+                found.setdefault(t, inner)
+    for ops in (graph.ops, list(reversed(graph.ops))) if found else ():
+        for op in ops:
+            if op.primitive == "transpose":
+                order, (read,), (made_t,) = op.params["permutation"], op.inputs, op.outputs
+                if read in found:
+                    found.setdefault(made_t, tuple(k for k, d in enumerate(order) if d in found[read]))
+                elif made_t in found:
+                    found[read] = tuple(sorted(order[k] for k in found[made_t]))
+            elif fusible(op):
+                _spread(graph, op.inputs, op.outputs, op.primitive in MOVED, found)
+    kept = {t for op in graph.ops if op.primitive == "argument" for t in op.outputs}
+    return {t: dims for t, dims in found.items() if t not in kept}
 
 
 def stacks_of_loops(graph: Graph) -> Mapping[int, tuple[int, ...]]:
