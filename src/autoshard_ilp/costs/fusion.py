@@ -39,14 +39,27 @@ from autoshard_ilp.graph import Graph, Op
 MAX_LEAVES = 8
 """Buffers counted behind a fused tensor: enough to tell that reading them takes longer than reading the tensor."""
 
+MOVES = frozenset({"rev", "concatenate"})
+"""Fusible operations whose result may have the shape of what it takes from other places."""
+
 DEAR_LEAVES = 1.1
 """A fused tensor is written once for several kernels when computing it reads this many times its own bytes."""
 
 
 def roots(graph: Graph) -> np.ndarray:
+    """Per tensor, the tensor whose buffer a view reads.
+
+    A loop writes what it carries in the place of what it started with, but never in an argument that is not donated:
+    what the carry starts with is copied then.
+    """
     root = np.arange(len(graph.tensors))
+    donated = {argument for _, argument in graph.aliases}
+    given = {t for op in graph.ops if op.primitive == "argument" and op.id not in donated for t in op.outputs}
     for op in graph.ops:
         if op.primitive not in VIEWS:
+            continue
+        if op.primitive == "loop_carry" and int(root[op.inputs[0]]) in given:
+            root[op.outputs[1]] = op.outputs[0]
             continue
         for position, out in enumerate(op.outputs):
             source = op.inputs[min(position, len(op.inputs) - 1)] if op.primitive != "loop_carry" else op.inputs[0]
@@ -80,7 +93,38 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
         stored |= padded
         several &= ~padded
         stored[list(packed_masks(graph, fuses, VIEWS))] = True
-    return _with_dear_ones(graph, root, stored, several, family)
+    stored = _with_dear_ones(graph, root, stored, several, family)
+    carried = {int(root[op.outputs[0]]): op for op in graph.ops if op.primitive == "loop_carry"}
+    stored[list(carried)] = True
+    moved = [int(root[op.inputs[1]]) for t, op in carried.items() if _is_moved(graph, root, stored, op)]
+    stored[moved] = True
+    return stored
+
+
+def _is_moved(graph: Graph, root: np.ndarray, stored: np.ndarray, carry: Op) -> bool:
+    """Whether the next value of a carry is computed in one kernel from other elements of the last one, as a stencil
+    does: it cannot be written in the last one's place then."""
+    start, left = int(root[carry.outputs[0]]), [(int(root[carry.inputs[1]]), False)]
+    seen = set(left)
+    while left:
+        t, moved = left.pop()
+        if t == start:
+            if moved:
+                return True
+            continue
+        producer = graph.tensors[t].producer
+        if producer is None or (stored[t] and t != int(root[carry.inputs[1]])):
+            continue
+        op = graph.ops[producer]
+        if not fusible(op) or op.region != carry.params["region"]:
+            continue
+        for i in op.inputs:
+            elsewhere = op.primitive in MOVES or graph.tensors[i].shape != graph.tensors[op.outputs[0]].shape
+            found = int(root[i]), moved or elsewhere
+            if found not in seen:
+                seen.add(found)
+                left.append(found)
+    return False
 
 
 def _read_step_by_step(graph: Graph, root: np.ndarray, fuses: Sequence[bool]) -> list[int]:
