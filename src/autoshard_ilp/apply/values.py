@@ -187,14 +187,14 @@ class Values:
         rounded = moves and (op.id, i) in plan.rounded
         if rounded:
             rounded = not is_cut(now, layout, self.graph.tensors[tensor].shape, plan.axis_sizes)
-        if moves and plan.casts[op.id]:
+        dtype = plan.casts[op.id] or (jnp.bfloat16 if rounded else "")
+        if moves and dtype:
             # In its old layout, or the partitioner casts what has arrived.
-            value = plan.constrain(value.astype(plan.casts[op.id]), tensor, now)
-        elif rounded:
-            value = value.astype(jnp.bfloat16)
+            value = plan.constrain(value.astype(dtype), tensor, now)
         for after in (*plan.decisions.via.get((op.id, i), ()), layout):
             value, now = plan.move(value, tensor, now, after), after
-        return value.astype(jnp.float32) if rounded else value
+        # In its new layout, too, or it takes that of a reader that cuts it further, and is sent once more.
+        return plan.constrain(value.astype(jnp.float32), tensor, layout) if rounded else value
 
     def array(self, frame: Frame, op: Op, i: int) -> Any:
         """As :meth:`read`; a literal becomes an array of its exact type."""
