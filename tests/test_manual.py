@@ -532,6 +532,26 @@ def test_the_tpu_compiler_scatters_complex_numbers(dim: int) -> None:
 
 
 @pytest.mark.tpu
+def test_the_tpu_compiler_scatters_the_last_dimension_beside_an_odd_one() -> None:
+    """A sum over sequences of their spectra, 2049 frequencies: it has its operand's order, with shards along the lanes."""
+    pytest.importorskip("libtpu")
+    shape = (32, 2049, 1024)
+    eqn, view = equation(lambda x: x.sum(0), [shape], "complex64")
+    mesh = mesh_of("tpu-v5e:2x4")
+
+    def run(x: Any, y: Any) -> Any:
+        product = jax.lax.complex(x, y) * jax.lax.complex(y, x)
+        out = manual.run(eqn.primitive.bind, view, rule_for(view), [product], ([(0, 0)], (1, 1)), mesh, NAMES)
+        return jnp.abs(out), jnp.square(x).mean()
+
+    args = [jax.ShapeDtypeStruct(shape, "float32", sharding=sharding(mesh, (0, 0), 3))] * 2
+    found = parse_collectives(jax.jit(run).lower(*args).compile().as_text())
+    large = [c for c in found if c.total_bytes_per_device > 1000]
+    assert {c.kind for c in large} == {"reduce-scatter"}
+    assert sum(c.total_bytes_per_device for c in large) == pytest.approx(2049 * 1024 * 8 * 7 / 8, rel=0.01)
+
+
+@pytest.mark.tpu
 @pytest.mark.parametrize("after", [(0, 1), (WHOLE, WHOLE)])
 def test_the_tpu_compiler_moves_a_table_by_a_short_program(after: Any) -> None:
     """Pieces of 6284 rows, of OPT's vocabulary: XLA:TPU would shift every one, in 2.1 and 6.9 MB of program."""

@@ -16,7 +16,7 @@ from autoshard_ilp.apply import Decisions, planned, planned_function
 from autoshard_ilp.costs.precision import precision
 from autoshard_ilp.graph import build_graph, insert_hubs
 from autoshard_ilp.verify import parse_collectives
-from compiled import NAMES, mesh_of, needs_cuda, sharding
+from compiled import NAMES, mesh_of, needs_cuda, needs_tpu, sharding
 
 TPU, GPU = SimpleNamespace(family="tpu"), SimpleNamespace(family="gpu")
 MESH = {"data": 2, "model": 4}
@@ -229,3 +229,28 @@ def test_a_result_of_odd_columns_is_copied_on_tpu() -> None:
 
     assert peak(4096, "tpu-v5e:2x4") == peak(4096, "h100") == 2 * rows * 4096
     assert peak(4001, "tpu-v5e:2x4") == 2 * 2 * rows * 4008 + 2 * width * 7  # whole tiles of 8 rows
+
+
+@needs_tpu
+@pytest.mark.tpu
+def test_the_tpu_compiler_sends_half_of_what_was_scattered_for_products() -> None:
+    """A gradient of 32 bits, scattered by one product and gathered for two others, which round it."""
+
+    def step(weights: Any, x: Any, y: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            up, down, head = weights
+            return jnp.square((x + jax.nn.relu(x @ up) @ down) @ head - y).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    shapes = (2048, 8192), (8192, 2048), (2048, 8192)
+    args = (
+        [jax.ShapeDtypeStruct(s, "float32") for s in shapes],
+        jax.ShapeDtypeStruct((2048, 2048), "float32"),
+        jax.ShapeDtypeStruct((2048, 8192), "float32"),
+    )
+    pins = {"args/0/0": (None, "data"), "args/0/1": ("data",), "args/0/2": (None, "data")}
+    plan = autoshard.optimize_fn(step, args, {"data": 8}, hardware="tpu-v5e", pins=pins, progress=False)
+    assert any(c.kind == "reduce-scatter" for c in plan.collectives)
+    found = plan.verify("tpu-v5e:2x4")
+    assert found.compiled_bytes_per_device == pytest.approx(found.predicted_bytes_per_device, rel=0.01)

@@ -13,7 +13,8 @@ import pytest
 import autoshard_ilp as autoshard
 from autoshard_ilp.costs.carried import count_gathers_twice, count_twice
 from autoshard_ilp.costs.heap import REPORTED
-from autoshard_ilp.costs.tiles import padding, through_convolutions, tiled_bytes
+from autoshard_ilp.costs.hoisted import hoisted_casts
+from autoshard_ilp.costs.tiles import of_batched_products, padding, through_convolutions, tiled_bytes
 from autoshard_ilp.costs.written import packed_bytes
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.verify import compile_only_mesh
@@ -236,6 +237,156 @@ def test_stacks_of_matrices_are_not_tiled_along_the_loop() -> None:
     found = plan.verify("tpu-v5e:2x4")
     stack = 128 * 4 * 8 * 64 * 128 * 4
     assert stack < found.compiled_peak_bytes == pytest.approx(plan.memory.peak_bytes, rel=0.1)
+
+
+def layers(remat: bool) -> Any:
+    """Gradients of four scanned layers whose 32-bit weights are cast in the loop."""
+    import jax
+    import jax.numpy as jnp
+
+    def layer(x: Any, weights: Any) -> Any:
+        w, v = (part.astype("bfloat16") for part in weights)
+        return x + jax.nn.relu(x @ w) @ v, None
+
+    def loss(weights: Any, x: Any) -> Any:
+        last, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, weights)
+        return jnp.square(last.astype("float32")).mean()
+
+    return jax.grad(loss)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_casts_of_stacks_stand_before_the_loops(remat: bool) -> None:
+    """One 16-bit stack of each weight, from the first loop to the end of the last."""
+    import jax
+
+    weights = jax.ShapeDtypeStruct((4, 512, 2048), "float32"), jax.ShapeDtypeStruct((4, 2048, 512), "float32")
+    args = (weights, jax.ShapeDtypeStruct((4096, 512), "bfloat16"))
+    pins = {"args/0/.*": (), "args/1": ("data",)}
+    plan = autoshard.optimize_fn(layers(remat), args, {"data": 8}, hardware="tpu-v5e", pins=pins, progress=False)
+    graph, buffers = plan.trail.costs.graph, plan.trail.costs.buffers
+    found = hoisted_casts(graph, buffers)
+    stacks = {cast.stack for cast in found.values()}
+    assert {graph.tensors[t].shape for t in stacks} == {w.shape for w in weights}
+    assert {cast.itemsize for cast in found.values()} == {2.0}
+    for t in stacks:
+        mine = sorted((cast.start, cast.end) for cast in found.values() if cast.stack == t)
+        assert len(mine) == (2 if remat else 1), "what is not recomputed leaves its cast to the backward loop"
+        assert mine[0][1] >= mine[-1][0], "held from one to the next"
+
+
+def test_slices_that_are_also_read_as_they_are_are_cast_in_the_loop() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    def step(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (x @ w.astype("bfloat16") * jnp.square(w).sum().astype(x.dtype), None), x, w)
+
+    args = jax.ShapeDtypeStruct((4, 512, 512), "float32"), jax.ShapeDtypeStruct((4096, 512), "bfloat16")
+    plan = autoshard.optimize_fn(step, args, {"data": 8}, hardware="tpu-v5e", progress=False)
+    assert not hoisted_casts(plan.trail.costs.graph, plan.trail.costs.buffers)
+
+
+@needs_tpu
+@pytest.mark.tpu
+def test_the_tpu_compiler_casts_stacks_before_the_loop() -> None:
+    import jax
+
+    weights = jax.ShapeDtypeStruct((4, 2048, 8192), "float32"), jax.ShapeDtypeStruct((4, 8192, 2048), "float32")
+    args = (weights, jax.ShapeDtypeStruct((16384, 2048), "bfloat16"))
+    pins = {"args/0/.*": (), "args/1": ("data",)}
+    plan = autoshard.optimize_fn(
+        layers(True), args, {"data": 8}, hardware="tpu-v5e", pins=pins, progress=False, donate_argnums=()
+    )
+    found = plan.verify("tpu-v5e:2x4")
+    assert found.compiled_peak_bytes == pytest.approx(plan.memory.peak_bytes, rel=0.1)
+    assert found.compiled_peak_bytes > plan.memory.inputs + 2 * 4 * 2048 * 8192 * 2
+
+
+@needs_tpu
+@pytest.mark.tpu
+def test_what_is_gathered_into_a_donated_weight_costs_no_copies() -> None:
+    """Whole weights, updated in shards: without a kernel of ours each is copied at both ends of the step."""
+    import jax
+    import jax.numpy as jnp
+
+    def step(weights: Any, slots: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            y = x
+            for w, v in weights:
+                y = y + jax.nn.relu(y @ w.astype("bfloat16")) @ v.astype("bfloat16")
+            return jnp.square(y.astype("float32")).mean()
+
+        slots = jax.tree.map(lambda m, g: 0.9 * m + g, slots, jax.grad(loss)(weights))
+        return jax.tree.map(lambda w, m: w - 0.1 * m, weights, slots), slots
+
+    shapes = (2048, 8192), (8192, 2048)
+    weights = [tuple(jax.ShapeDtypeStruct(s, "float32") for s in shapes) for _ in range(4)]
+    args = (weights, weights, jax.ShapeDtypeStruct((4096, 2048), "bfloat16"))
+    pins = {"args/0/.*": (), "args/1/.*": (None, "data"), "args/2": ("data",)}
+    plan = autoshard.optimize_fn(
+        step, args, {"data": 8}, hardware="tpu-v5e", pins=pins, progress=False, donate_argnums=(0, 1)
+    )
+    mesh = compile_only_mesh("tpu-v5e:2x4", ("data",), (8,))
+    text = plan.jit(mesh).lower(*plan.abstract_args(mesh)).compile().as_text()
+    entry = text[text.index("\nENTRY") :]
+    assert "all-gather" in entry
+    copied = re.findall(r"= f32\[(?:2048,8192|8192,2048)\]\S* copy\(", entry)
+    assert not copied
+    assert plan.memory.gathered >= 8 * 2048 * 8192 * 4, "in flight at the end of the step"
+
+
+def test_batches_of_products_lie_along_no_tile() -> None:
+    """Windows of 64 tokens pad scores, queries, keys and values; whole sequences of 256 do not."""
+    import jax
+    import jax.numpy as jnp
+
+    def padded(tokens: int) -> set[float]:
+        def attend(x: Any, w: Any) -> Any:
+            q, k, v = jnp.split((x @ w).reshape(*x.shape[:2], 24, 32), 3, 2)
+            scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k), -1)
+            return jnp.einsum("bhts,bshk->bthk", scores, v)
+
+        args = jax.ShapeDtypeStruct((1024, tokens, 256), "float32"), jax.ShapeDtypeStruct((256, 768), "float32")
+        graph = autoshard.optimize_fn(attend, args, {"data": 8}, hardware="tpu-v5e", progress=False).trail.costs.graph
+        return {padding(graph.tensors[t].shape, dims) for t, dims in of_batched_products(graph).items()}
+
+    assert padded(64) == {2.0}
+    assert padded(256) == {1.0}
+
+
+@pytest.mark.parametrize(("hardware", "expected"), [("h100", 3), ("tpu-v5e", 2)])
+def test_a_stencil_in_a_loop_has_places_of_its_own(hardware: str, expected: int) -> None:
+    """The argument, which is not donated, and what the loop carries. Its next value lies beside it on a GPU; on a TPU it
+    is in vector memory."""
+    import jax
+    import jax.numpy as jnp
+
+    def heat(u: Any) -> Any:
+        def step(u: Any, _: Any) -> Any:
+            p = jnp.pad(u, 1)
+            return u + 0.1 * (p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u), None
+
+        return jax.lax.scan(step, u, None, 10)[0]
+
+    args = (jax.ShapeDtypeStruct((4096, 4096), "float32"),)
+    pins = {"args/0": ()}
+    plan = autoshard.optimize_fn(heat, args, {"data": 8}, hardware=hardware, pins=pins, progress=False)
+    assert plan.memory.peak_bytes == pytest.approx(expected * 4096 * 4096 * 4, rel=0.01)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_only_what_is_moved_needs_a_place_beside_the_carry(moved: bool) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    def step(x: Any) -> Any:
+        body = (lambda c, _: (jnp.flip(c, 0) + 1, None)) if moved else (lambda c, _: (jnp.tanh(c) + 1, None))
+        return jax.lax.scan(body, x, None, 3)[0]
+
+    args = (jax.ShapeDtypeStruct((4096, 4096), "float32"),)
+    plan = autoshard.optimize_fn(step, args, {"data": 1}, hardware="h100", progress=False)
+    assert plan.memory.peak_bytes == pytest.approx((3 if moved else 2) * 4096 * 4096 * 4, rel=0.01)
 
 
 def test_one_loop_and_steps_without_are_counted_once() -> None:
