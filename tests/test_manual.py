@@ -533,7 +533,7 @@ def test_the_tpu_compiler_scatters_complex_numbers(dim: int) -> None:
 
 @pytest.mark.tpu
 def test_the_tpu_compiler_scatters_the_last_dimension_beside_an_odd_one() -> None:
-    """A sum over sequences of their spectra, 2049 frequencies: it has its operand's order, with shards along the lanes."""
+    """A sum over sequences of their spectra, 2049 frequencies: in its operand's order shards lie along the lanes."""
     pytest.importorskip("libtpu")
     shape = (32, 2049, 1024)
     eqn, view = equation(lambda x: x.sum(0), [shape], "complex64")

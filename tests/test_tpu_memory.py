@@ -357,7 +357,7 @@ def test_batches_of_products_lie_along_no_tile() -> None:
 
 @pytest.mark.parametrize(("hardware", "expected"), [("h100", 3), ("tpu-v5e", 2)])
 def test_a_stencil_in_a_loop_has_places_of_its_own(hardware: str, expected: int) -> None:
-    """The argument, which is not donated, and what the loop carries. Its next value lies beside it on a GPU; on a TPU it
+    """The argument, which is not donated, and what the loop carries. On a GPU its next value is beside it; on a TPU it
     is in vector memory."""
     import jax
     import jax.numpy as jnp

@@ -125,7 +125,7 @@ class CostTable:
         """Tensors smaller than this, whole, are left out of the memory account: a kilobyte, or of a program of small
         tensors a thousandth of the largest."""
         largest = max((int(np.prod(t.shape)) * t.itemsize for t in self.graph.tensors), default=0)
-        return min(SMALL_BYTES, largest // 1000)
+        return min(SMALL_BYTES, int(largest) // 1000)
 
 
 def build_table(

@@ -90,9 +90,7 @@ def through_convolutions(graph: Graph) -> Mapping[int, tuple[int, int]]:
     return {t: dims for t, dims in found.items() if t not in boundary}
 
 
-def _spread(
-    graph: Graph, inputs: Sequence[int], outputs: Sequence[int], pools: bool, found: dict[int, Any]
-) -> None:
+def _spread(graph: Graph, inputs: Sequence[int], outputs: Sequence[int], pools: bool, found: dict[int, Any]) -> None:
     """Gives the dimensions of one tensor of an operation to those of the same shape (or rank, where it pools)."""
     tensors = [t for t in (*inputs, *outputs) if len(graph.tensors[t].shape) > 2]
     known = next((t for t in tensors if t in found), None)
