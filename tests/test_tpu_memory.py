@@ -13,7 +13,7 @@ import pytest
 import autoshard_ilp as autoshard
 from autoshard_ilp.costs.carried import count_gathers_twice, count_twice
 from autoshard_ilp.costs.heap import REPORTED
-from autoshard_ilp.costs.hoisted import hoisted_casts
+from autoshard_ilp.costs.hoisted import hoisted_casts, never_wide
 from autoshard_ilp.costs.tiles import of_batched_products, padding, through_convolutions, tiled_bytes
 from autoshard_ilp.costs.written import packed_bytes
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
@@ -280,11 +280,26 @@ def test_slices_that_are_also_read_as_they_are_are_cast_in_the_loop() -> None:
     import jax.numpy as jnp
 
     def step(w: Any, x: Any) -> Any:
-        return jax.lax.scan(lambda x, w: (x @ w.astype("bfloat16") * jnp.square(w).sum().astype(x.dtype), None), x, w)
+        return jax.lax.scan(lambda x, w: (x @ w.astype("bfloat16") * jnp.square(w).sum().astype(x.dtype), None), x, w)[
+            0
+        ]
 
     args = jax.ShapeDtypeStruct((4, 512, 512), "float32"), jax.ShapeDtypeStruct((4096, 512), "bfloat16")
     plan = autoshard.optimize_fn(step, args, {"data": 8}, hardware="tpu-v5e", progress=False)
     assert not hoisted_casts(plan.trail.costs.graph, plan.trail.costs.buffers)
+
+
+def test_stacks_that_are_computed_for_loops_that_cast_them_are_held_as_these_read_them() -> None:
+    import jax
+
+    def step(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (x @ w.astype("bfloat16"), None), x, 2 * w + 1)[0]
+
+    args = jax.ShapeDtypeStruct((4, 2048, 2048), "float32"), jax.ShapeDtypeStruct((2048, 2048), "bfloat16")
+    plan = autoshard.optimize_fn(step, args, {"data": 1}, hardware="tpu-v5e", progress=False)
+    graph = plan.trail.costs.graph
+    (stack,) = never_wide(graph, hoisted_casts(graph, plan.trail.costs.buffers))
+    assert graph.ops[graph.tensors[stack].producer].primitive == "add"
 
 
 @needs_tpu

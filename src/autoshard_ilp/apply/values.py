@@ -213,15 +213,10 @@ class Values:
         """
         value, tensor = self.array(frame, op, 0), self.graph.tensors[op.inputs[0]]
         now, layout = self.plan.layout(tensor.id), self.plan.decisions.operands.get((op.id, 0))
-        arrives = (
-            now is not None and layout is not None and any(a >= 0 and a != b for a, b in zip(now, layout, strict=True))
-        )
-        if (
-            self.plan.platform != "tpu"
-            or not arrives
-            or tensor.bytes < ties.MIN_COPY_BYTES
-            or not ties.can_tie(op, value)
-        ):
+        if self.plan.platform != "tpu" or now is None or layout is None or not ties.can_tie(op, value):
+            return value
+        arrives = any(a >= 0 and a != b for a, b in zip(now, layout, strict=True))
+        if not arrives or tensor.bytes < ties.MIN_COPY_BYTES:
             return value
         return ties.tied(value, jax.lax.optimization_barrier(jnp.bool_(False)))
 

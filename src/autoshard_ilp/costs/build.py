@@ -16,7 +16,7 @@ from autoshard_ilp.costs.coarse import coarser
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
 from autoshard_ilp.costs.grouped import copies_for_groups, copies_kept, masked_again
 from autoshard_ilp.costs.heap import loses, with_holes
-from autoshard_ilp.costs.hoisted import hoisted_casts
+from autoshard_ilp.costs.hoisted import hoisted_casts, never_wide
 from autoshard_ilp.costs.idle import Idleness
 from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup, read_by_products_later
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, largest_bytes, vector_bytes
@@ -92,6 +92,7 @@ class _Account:
             self.fastest_of = {**products, **stacks_of_loops(table.graph), **images}
         self.alike = computed_alike(table.graph) if self.family in MERGED else ()
         self.hoisted = hoisted_casts(table.graph, table.buffers) if self.family == "tpu" else {}
+        self.never_wide = never_wide(table.graph, self.hoisted)
         self.given = images_of_the_step(table.graph, table.buffers) if self.family == "tpu" else {}
         fuses = [fusible(op) and op.primitive not in VIEWS for op in table.graph.ops]
         self.packed = packed_masks(table.graph, fuses, VIEWS) if self.family == "tpu" else frozenset()
@@ -235,11 +236,12 @@ def _hold_for_loops(table: CostTable, flow: Flow, account: _Account, extra: list
     moved = flow_table(table, flow)[1] > 0
     for op_id, operand in uses:
         cast = account.hoisted.get(op_id)
-        if cast is not None:
+        if cast is not None and cast.stack not in account.never_wide:
             stack = flow_tensor(table, flow).id
             held = np.where(moved, 0, account.bytes_of(table, stack, cast.itemsize, u.layouts)[:, None])
             account.hold(True, n_edges + len(extra), cast.start, cast.end, "gathered", _label(table, op_id, operand))
             extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(moved.shape), held))
+        if op_id not in table.buffers.sliced:
             continue
         tensor, loop_ends = table.buffers.sliced[op_id]
         held = account.bytes_of(table, tensor, float(table.precision.held[tensor]), u.layouts)[:, None]
@@ -392,7 +394,7 @@ def _hold_results(
         tensor = graph.tensors[t]
         if not buffers.stored[t] or np.prod(tensor.shape) * tensor.itemsize < table.least_bytes:
             continue
-        itemsize = float(table.precision.held[t])
+        itemsize = account.never_wide.get(t, float(table.precision.held[t]))
         held = account.bytes_of(table, t, itemsize, cls.results[j].layouts)[cls.results[j].of_strategy]
         if account.family == "tpu" and is_stacked(graph, buffers.root, t):
             held = np.where(held > largest_bytes(table.profile), held, 0)

@@ -94,26 +94,20 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
         several &= ~padded
         stored[list(packed_masks(graph, fuses, VIEWS))] = True
     stored = _with_dear_ones(graph, root, stored, several, family)
-    carried = {int(root[op.outputs[0]]): op for op in graph.ops if op.primitive == "loop_carry"}
-    stored[list(carried)] = True
-    moved = [int(root[op.inputs[1]]) for t, op in carried.items() if _is_moved(graph, root, stored, op)]
-    stored[moved] = True
+    carries = [op for op in graph.ops if op.primitive == "loop_carry"]
+    stored[[int(root[op.outputs[0]]) for op in carries]] = True
+    stored[[int(root[op.inputs[1]]) for op in carries if _is_moved(graph, root, stored, op)]] = True
     return stored
 
 
 def _is_moved(graph: Graph, root: np.ndarray, stored: np.ndarray, carry: Op) -> bool:
     """Whether the next value of a carry is computed in one kernel from other elements of the last one, as a stencil
     does: it cannot be written in the last one's place then."""
-    start, left = int(root[carry.outputs[0]]), [(int(root[carry.inputs[1]]), False)]
-    seen = set(left)
-    while left:
-        t, moved = left.pop()
-        if t == start:
-            if moved:
-                return True
-            continue
+    last, following = int(root[carry.outputs[0]]), int(root[carry.inputs[1]])
+    reached = [(following, False)]
+    for t, moved in reached:  # grows on the way
         producer = graph.tensors[t].producer
-        if producer is None or (stored[t] and t != int(root[carry.inputs[1]])):
+        if t == last or producer is None or (stored[t] and t != following):
             continue
         op = graph.ops[producer]
         if not fusible(op) or op.region != carry.params["region"]:
@@ -121,10 +115,9 @@ def _is_moved(graph: Graph, root: np.ndarray, stored: np.ndarray, carry: Op) -> 
         for i in op.inputs:
             elsewhere = op.primitive in MOVES or graph.tensors[i].shape != graph.tensors[op.outputs[0]].shape
             found = int(root[i]), moved or elsewhere
-            if found not in seen:
-                seen.add(found)
-                left.append(found)
-    return False
+            if found not in reached:
+                reached.append(found)
+    return (last, True) in reached
 
 
 def _read_step_by_step(graph: Graph, root: np.ndarray, fuses: Sequence[bool]) -> list[int]:

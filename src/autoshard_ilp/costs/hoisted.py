@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard_ilp.costs.memory import Buffers
-from autoshard_ilp.costs.primitives import VIEWS
-from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.costs.primitives import VIEWS, fusible
+from autoshard_ilp.graph import BOUNDARY, Graph, Op
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Hoisted:
     """A cast stack.
 
     Attributes:
-        stack: the tensor that is cast; nothing holds it as it was, where this is all that reads what computes it.
+        stack: the tensor that is cast.
         itemsize: bytes per element.
         start, end: when it is held.
     """
@@ -51,6 +51,20 @@ def hoisted_casts(graph: Graph, buffers: Buffers) -> Mapping[int, Hoisted]:
         for k, (begins, op) in enumerate(loops):
             end = max((buffers.ends[op.region] + 1, *after[k : k + 1]))
             found[op.id] = Hoisted(stack, float(_ITEMSIZE[dtype]), begins, end)
+    return found
+
+
+def never_wide(graph: Graph, hoisted: Mapping[int, Hoisted]) -> Mapping[int, float]:
+    """Stacks computed element by element that only such slices read -> bytes per element: the cast is computed with
+    them, and they are held as it leaves them."""
+    found: dict[int, float] = {}
+    for cast in hoisted.values():
+        producer = graph.tensors[cast.stack].producer
+        made = None if producer is None else graph.ops[producer]
+        if made is None or made.primitive in (*VIEWS, *BOUNDARY) or not fusible(made):
+            continue
+        if all(reader.id in hoisted for reader in graph.readers(cast.stack)):
+            found[cast.stack] = cast.itemsize
     return found
 
 

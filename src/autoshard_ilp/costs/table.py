@@ -31,6 +31,7 @@ from autoshard_ilp.sharding import Layout, local_bytes
 from autoshard_ilp.strategies import Strategy, hub_strategies, strategies_of
 
 SMALL_BYTES = 1024
+"""Tensors smaller than this are left out of the memory account, unless the whole program is small."""
 
 Restriction = Callable[[Op, list[Strategy]], list[Strategy]]
 
@@ -125,7 +126,7 @@ class CostTable:
         """Tensors smaller than this, whole, are left out of the memory account: a kilobyte, or of a program of small
         tensors a thousandth of the largest."""
         largest = max((int(np.prod(t.shape)) * t.itemsize for t in self.graph.tensors), default=0)
-        return min(SMALL_BYTES, int(largest) // 1000)
+        return int(min(SMALL_BYTES, largest // 1000))
 
 
 def build_table(
