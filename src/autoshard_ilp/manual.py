@@ -191,8 +191,7 @@ def run(
         partial = out[0] if isinstance(out, (list, tuple)) else out
         partial = jax.lax.optimization_barrier(partial) if kept else partial
         windowed = op.primitive == "conv_general_dilated" and len(op.out_shapes[0]) >= WINDOW_DIMS
-        kept_order = op.primitive not in PRODUCTS
-        order = Computed(leading, windowed, kept_order)
+        order = Computed(leading, windowed, kept=op.primitive not in PRODUCTS)
         total = reduced(partial, sums, result, axis_names, sizes, slice_shape, order)
         return (total, never_known_before(partial)) if looked_at else total
 
@@ -362,9 +361,9 @@ def _scattered(
         shards = _scattered_in_stages(front, axes, axis_names, sizes, slice_shape)
     elif slice_shape and front.ndim > 3:
         shards = _scattered_in_rows(front, names)
-    elif slice_shape and order.kept and not first:  # else shards are in the tiles of the order that it has
-        shards = jax.lax.psum_scatter(row_major(front), names, scatter_dimension=0, tiled=False)
     else:
+        if slice_shape and order.kept and not first:
+            front = row_major(front)  # the order that it has puts shards into tiles
         shards = jax.lax.psum_scatter(front, names, scatter_dimension=0, tiled=False)
     return jax.numpy.moveaxis(shards.reshape(-1)[:numbers].reshape(shard), 0, dim)
 

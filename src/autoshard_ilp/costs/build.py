@@ -227,7 +227,8 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
 def _hold_for_loops(table: CostTable, flow: Flow, account: _Account, extra: list[Edge], n_edges: int) -> None:
     """What a loop slices as it was made, until the loop ends; a copy gathered for it is held instead.
 
-    A collective takes it with the gathered dimension in front, which is one more copy while it is gathered.
+    A collective takes it with the gathered dimension in front, which is one more copy while it is gathered. Stacks that
+    are cast before the loop (:mod:`autoshard_ilp.costs.hoisted`) are held besides, where nothing is gathered.
     """
     uses = [use for use in flow.uses if use[0] in table.buffers.sliced or use[0] in account.hoisted]
     if not uses:

@@ -104,8 +104,9 @@ def _is_moved(graph: Graph, root: np.ndarray, stored: np.ndarray, carry: Op) -> 
     """Whether the next value of a carry is computed in one kernel from other elements of the last one, as a stencil
     does: it cannot be written in the last one's place then."""
     last, following = int(root[carry.outputs[0]]), int(root[carry.inputs[1]])
-    reached = [(following, False)]
-    for t, moved in reached:  # grows on the way
+    reached = {(following, False)}
+    left = list(reached)
+    for t, moved in left:  # grows on the way
         producer = graph.tensors[t].producer
         if t == last or producer is None or (stored[t] and t != following):
             continue
@@ -116,7 +117,8 @@ def _is_moved(graph: Graph, root: np.ndarray, stored: np.ndarray, carry: Op) -> 
             elsewhere = op.primitive in MOVES or graph.tensors[i].shape != graph.tensors[op.outputs[0]].shape
             found = int(root[i]), moved or elsewhere
             if found not in reached:
-                reached.append(found)
+                reached.add(found)
+                left.append(found)
     return (last, True) in reached
 
 

@@ -81,7 +81,7 @@ def _cast_to(graph: Graph, op: Op) -> str:
             reader = graph.ops[c]
             if reader.primitive == "optimization_barrier":
                 left.append(reader.outputs[operand])
-            elif reader.primitive == "hub" or reader.primitive in VIEWS:
+            elif reader.primitive in VIEWS:
                 left += reader.outputs
             elif reader.primitive != "convert_element_type":
                 return ""
