@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autoshard_ilp.costs.profile import load_profile, profiles
 from autoshard_ilp.errors import TargetError
 from autoshard_ilp.mesh import as_mesh
 from autoshard_ilp.verify import targets
@@ -70,6 +71,7 @@ BACKENDS = [
         ("a100_40:4", "a100-40:4", 4),
         ("h200", "h200", None),
         ("v100:8", "v100:8", 8),
+        ("l4:8", "l4:8", 8),
         ("gb200-nvl72:72", "gb200:72", 72),
         ("cpu:8", "cpu:8", 8),
         ("cpu-host", "cpu", None),
@@ -80,6 +82,11 @@ def test_known_targets(text: str, printed: str, n_devices: int | None) -> None:
     assert (str(target), target.n_devices) == (printed, n_devices)
     assert str(parse_target(printed)) == printed
     assert parse_target(target) is target
+
+
+@pytest.mark.parametrize("profile", profiles())
+def test_every_shipped_profile_is_a_target(profile: str) -> None:
+    assert parse_target(profile).platform == {"tpu": "tpu", "gpu": "gpu"}.get(load_profile(profile).family, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +193,7 @@ def test_other_tpus(target: str, sizes: tuple[int, ...]) -> None:
     assert mesh.devices.flat[0].platform == "tpu"
 
 
-@pytest.mark.parametrize(("target", "processes"), [("h100:16", 2), ("gb200:16", 4), ("a100-80:8", 1), ("b200:2", 1)])
+@pytest.mark.parametrize(("target", "processes"), [("h100:16", 2), ("gb200:16", 4), ("a100-80:8", 1), ("b200:2", 1), ("l4:16", 2)])
 @pytest.mark.cuda
 @needs_cuda[1]
 def test_other_gpus(target: str, processes: int) -> None:

@@ -40,6 +40,9 @@ FREE = 1e-3
 MIXING_SHARE = 0.25
 """Of the time left: what looking for a mixture may take."""
 
+ALONE_SHARE = 0.4
+"""Of the time left: what a large program whose layers are not divided may take without a plan; kinds are next."""
+
 POOR = 0.05
 """Relative distance to the bound of a plan met on the way that is no good start: plans of known kinds come next."""
 
@@ -281,14 +284,31 @@ class _Divided(Generic[P]):
     def alone(self) -> Answer[P]:
         """Solves the one program there is; where memory binds, within its part of the time left then."""
         one, solve = self.one, self.solve
-        if self.parts.bound >= 1 or one.program.capacity is None:
+        if one.program.capacity is None:
             return one, solve(one, None, self.left()), ()
+        if self.parts.bound >= 1:
+            return one, self._alone_with_memory() if wide(one.program) else solve(one, None, self.left()), ()
         first = solve(one, None, self.left(), rows=False)
         relaxed = first.report.pop("relaxed", None)
         if relaxed is None or self._over(first):
             return one, first, ()
         known = Left(0.0, first.choices, relaxed, _bound(first), _bound(first), first.seconds)
         return one, _with_memory(one, solve, known, **self._part(first)), ()
+
+    def _alone_with_memory(self) -> Any:
+        """The solution of the one program; where a part of the time shows no plan, one of a known kind is the start."""
+        one, solve = self.one, self.solve
+        first = solve(one, None, self.left(), plan_seconds=ALONE_SHARE * self.left())
+        if first.choices is not None or self._over(first):
+            return first
+        self.ends, bound = self.deadline, _bound(first)
+        self._of_kinds(math.inf)
+        start = best_of(one.program, self.plans)
+        known = Left(0.0, start, cheapest(one.program), bound, bound, first.seconds, first.report.get("prices"))
+        found = _with_memory(one, solve, known, 0.0 if self.stopped else self.left())
+        if self.stopped:
+            found.report["interrupted"] = True
+        return found
 
     def without_budget(self, surely: bool, tied: Tied | None) -> Answer[P] | None:
         """Solves the tied program without memory, unless it is known what that would show; an answer where it fits."""
@@ -334,16 +354,17 @@ class _Divided(Generic[P]):
             self.plans.append(shown.choices)
             best = math.inf if shown.choices is None else float(shown.objective)
             poor = (1 + POOR) * shown.lower_bound
-        if self.by_kind or (best > poor and self.division is None and not large):
+        if self.by_kind or large or (best > poor and self.division is None):
             self._of_kinds(best)
         return None
 
     def _of_kinds(self, best: float) -> None:
-        """Plans of known kinds, that cost less than the ``best`` so far."""
+        """Plans of known kinds, that cost less than the ``best`` so far; the first one will do where that is long."""
         seconds = (KINDS_ALONE if self.by_kind else KINDS_SHARE) * self.until_end()
         least, one = min(best, self.cutoff), self.one
+        first = self.by_kind or wide(one.program)
         more, self.stopped = starts_of_kinds(
-            one.program, one.kinds(), self.solve, seconds, self.clock, least, one=self.by_kind
+            one.program, one.kinds(), self.solve, seconds, self.clock, least, one=first
         )
         if self.stopped or (self.by_kind and more):  # one of many similar steps: the best of them is taken up again
             self.ends = self.clock()

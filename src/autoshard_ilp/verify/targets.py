@@ -65,7 +65,7 @@ _TPUS: Mapping[str, _Chip] = {
 _HELP = (
     "A target is a kind of hardware and its size: tpu-v4:2x2x2, tpu-v5e:4x4, tpu-v5p:2x2x2, tpu-v6e:4x4, "
     "tpu-7x:2x2x1 (chips along each axis of the torus, or a number of chips such as tpu-v5e:16), v100:8, a100-40:8, "
-    "a100-80:8, h100:8, h200:8, b200:8, gb200:72 (GPUs, or hosts x GPUs such as h100:2x8), cpu:8. "
+    "a100-80:8, l4:8, h100:8, h200:8, b200:8, gb200:72 (GPUs, or hosts x GPUs such as h100:2x8), cpu:8. "
     "Without a size the mesh's own size is taken."
 )
 
