@@ -522,6 +522,35 @@ def test_programs_of_three_axes_are_wide_and_halved_without_looking_for_prices(m
     assert solver.names() == ["tied", "fine"] and notes == (halving.HALVED,)
 
 
+def test_wide_programs_begin_from_the_first_plan_of_a_known_kind(
+    one_kind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halving, "WIDE_CELLS", -1)
+    monkeypatch.setattr(TIED, "kinds", lambda kind=TIED.kinds: iter([*kind(), *kind()]))
+    solver = _Solver([*answers(LARGE), of_kind(2.5), solution(2.2, "feasible", 2.0)])
+    _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now)
+    assert solver.names() == ["tied", "kind", "tied"] and found.report["by_kind"], "one is enough"
+    assert solver.asked[2][1] == [1, 1]
+
+
+@pytest.mark.parametrize("objective", [2.0, np.inf])
+def test_a_wide_program_alone_does_so_where_no_plan_is_found(
+    objective: float, one_kind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halving, "WIDE_CELLS", -1)
+    one = problem("tied", [0, 1, 2])
+    monkeypatch.setattr(one, "kinds", TIED.kinds)
+    solver = _Solver([solution(objective, "feasible", 1.9), of_kind(2.5), solution(2.2, "feasible", 2.0)], takes=10.0)
+    _, found, notes = solve_divided(lambda share: one, solver, 100.0, lambda: solver.now)
+    assert solver.asked[0] == ("tied", None, 100.0, {"plan_seconds": 100.0 * halving.ALONE_SHARE})
+    if np.isfinite(objective):
+        assert len(solver.asked) == 1 and found.objective == 2.0
+    else:
+        known = {"relaxed": [0, 0, 0], "without_memory": 1.9, "proved": 1.9}
+        assert solver.names() == ["tied", "kind", "tied"] and found.objective == 2.2 and not notes
+        assert solver.asked[2][1:] == ([1, 1], 80.0, known)
+
+
 def test_a_mixture_far_from_the_bound_says_nothing() -> None:
     for bound, share in ((2.01, 0.75), (1.9, 0.5)):
         first, prices = solution(np.inf, "feasible", 1.9, large=True), solution(lower=bound)

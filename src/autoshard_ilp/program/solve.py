@@ -164,7 +164,10 @@ def _room(search: Search) -> Room | None:
 
 
 def descend(
-    search: Search, room: Room | None, make_net: Callable[[], Net] | None = None
+    search: Search,
+    room: Room | None,
+    make_net: Callable[[], Net] | None = None,
+    lost: Callable[[], bool] = lambda: False,
 ) -> tuple[np.ndarray | None, float]:
     """Optimum without memory: choices (or the best found) and a lower bound. EmptyNodeError: no finite assignment.
 
@@ -172,6 +175,7 @@ def descend(
         search: the program, and what is known of it.
         room: what the capacity leaves of each node and edge by itself, where there is one.
         make_net: makes the program's net, where something is known that makes it smaller.
+        lost: whether to leave it, though there is time.
     """
     since = time.monotonic()
     program = search.program
@@ -196,6 +200,8 @@ def descend(
             return True
         if state["best"] is None:  # a cutoff is no plan
             return bool(state["lower"] >= state["upper"])
+        if lost():
+            return True
         least = PROOF if state["fits"] else CLOSE
         gap = max(search.options.relative_gap, least) * abs(state["upper"])
         return bool(state["upper"] - state["lower"] <= gap)

@@ -24,11 +24,20 @@ from autoshard_ilp.program.search import Search
 from autoshard_ilp.program.solve import descend
 from autoshard_ilp.program.stamping import stamped_net
 
-CELLS = 6_000_000
+CELLS = 10_000_000
 """Table cells, its repeated pieces shrunk, of a program that is solved: of more, messages take long."""
 
 SOLVE_SECONDS = 3.0
-"""What solving it may take: what is not solved by then is a hard program, and the bound has said most."""
+"""What solving it may take in any case; what is not solved by then is a hard program ..."""
+
+SOLVE_PART = 0.5
+"""... and may take this part of the time left, as long as its bound rises fast enough to meet the plan by then ..."""
+
+MEANT = 5e-4
+"""... and the relative gap is more than this."""
+
+LATELY = 0.5
+"""Of the time since it began: how fast the bound has risen in that last part of it counts."""
 
 FAR = 0.01
 """Relative gap of a larger program from which on messages are passed for so long, for their bound alone ..."""
@@ -88,8 +97,10 @@ def solve_repeated(
             net = stamped_net(program, repeated, search.deadline)
             search.add_seconds("stamping", since)
             if net.size()["cells"] <= most_cells:
-                search.options = replace(options, time_limit=min(options.time_limit, search.seconds + SOLVE_SECONDS))
-                _, bound = descend(search, None, lambda: net)
+                left = search.deadline - time.monotonic()
+                longest = search.seconds + max(min(SOLVE_SECONDS, left), SOLVE_PART * left)
+                search.options = replace(options, time_limit=min(options.time_limit, longest))
+                _, bound = descend(search, None, lambda: net, Sight(search).lost)
                 search.prove(bound)
             elif net.size()["cells"] <= MOST_CELLS and search.upper - search.lower > FAR * abs(search.upper):
                 search.prove(_swept(net, min(search.deadline, time.monotonic() + SOLVE_SECONDS)))
@@ -98,6 +109,34 @@ def solve_repeated(
     except EmptyNodeError:
         search.nothing_below()
     return search.finish(False)
+
+
+class Sight:
+    """Whether a proof is in sight: whether the bound, rising as it did lately, meets the best plan in time.
+
+    Args:
+        search: whose bound and plan they are.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, search: Search, clock: Callable[[], float] = time.monotonic) -> None:
+        self.search, self.clock = search, clock
+        self.began = clock()
+        self.gaps = [(self.began, math.inf)]  # since when the gap is what it is, in seconds
+
+    def lost(self) -> bool:
+        """Asked often; False for the first seconds."""
+        now, search = self.clock(), self.search
+        gap = search.upper - search.lower
+        if gap < self.gaps[-1][1]:
+            self.gaps.append((now, gap))
+        if now - self.began <= SOLVE_SECONDS:
+            return False
+        if gap <= MEANT * abs(search.upper):
+            return True
+        since = now - LATELY * (now - self.began)
+        before = next(then for at, then in reversed(self.gaps) if at <= since)
+        return (before - gap) * (search.deadline - now) < gap * (now - since)
 
 
 def _swept(net: Net, deadline: float) -> float:
