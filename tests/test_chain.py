@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +17,7 @@ from autoshard_ilp.program.net import build_net
 from autoshard_ilp.program.presolve import Presolve
 from autoshard_ilp.program.repeats import Alike, copies_in
 from autoshard_ilp.program.stamping import stamped_net
-from autoshard_ilp.program.whole import solve_repeated
+from autoshard_ilp.program.whole import SOLVE_SECONDS, Sight, solve_repeated
 
 WIDTH = 3  # strategies of a node
 
@@ -222,3 +225,24 @@ def test_potentials_are_what_has_been_moved(rows: int, columns: int, seed: int) 
     joined = finite & (np.abs(p[:, None] + q - found_p[:, None] - found_q) < 1e-9)
     assert not finite.all() or joined.all()
     assert joined.any() == finite.any()
+
+
+@pytest.mark.parametrize(
+    ("gaps", "lost"),
+    [
+        # the gap in percent, second by second, of twenty
+        ([9.0, 8.0, 7.0, 6.0, 5.0, 4.0], False),
+        ([9.0, 8.0, 7.0, 6.99, 6.98, 6.97], True),  # it has risen fast, and does not any more
+        ([9.0, 8.99, 8.98], False),  # in the first seconds nobody asks
+        ([0.06, 0.055, 0.05, 0.045, 0.04], True),  # next to nothing is left
+    ],
+)
+def test_a_proof_goes_on_while_it_is_in_sight(gaps: list[float], lost: bool) -> None:
+    now = 0.0
+    search: Any = SimpleNamespace(upper=1.0, lower=0.0, deadline=20.0)
+    sight = Sight(search, lambda: now)
+    for gap in gaps:
+        now += 1.0
+        search.lower = 1.0 - gap / 100
+        given_up = sight.lost()
+    assert given_up == lost and (not lost or now > SOLVE_SECONDS)

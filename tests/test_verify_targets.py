@@ -193,7 +193,9 @@ def test_other_tpus(target: str, sizes: tuple[int, ...]) -> None:
     assert mesh.devices.flat[0].platform == "tpu"
 
 
-@pytest.mark.parametrize(("target", "processes"), [("h100:16", 2), ("gb200:16", 4), ("a100-80:8", 1), ("b200:2", 1), ("l4:16", 2)])
+@pytest.mark.parametrize(
+    ("target", "processes"), [("h100:16", 2), ("gb200:16", 4), ("a100-80:8", 1), ("b200:2", 1), ("l4:16", 2)]
+)
 @pytest.mark.cuda
 @needs_cuda[1]
 def test_other_gpus(target: str, processes: int) -> None:

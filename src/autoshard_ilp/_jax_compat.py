@@ -193,7 +193,7 @@ def binder(eqn: Any, mesh: Any) -> Any:
     bind = eqn.primitive.bind
     if eqn.primitive.name != "fft" or platform_of(mesh) != "cpu":
         return bind
-    return lambda value, **params: row_major(bind(row_major(value), **params))
+    return lambda value, **params: _in_rows(bind(_in_rows(value), **params))
 
 
 @contextmanager
@@ -351,8 +351,10 @@ def row_major(value: Any) -> Any:
 
     Complex numbers are left alone: XLA:TPU splits them into their parts, and refuses to split the constraint.
     """
+    return value if value.dtype.kind == "c" else _in_rows(value)
+
+
+def _in_rows(value: Any) -> Any:
     from jax.experimental.layout import Layout, with_layout_constraint
 
-    if value.dtype.kind == "c":
-        return value
     return with_layout_constraint(value, Layout(tuple(range(value.ndim))))

@@ -303,7 +303,7 @@ class _Divided(Generic[P]):
             return first
         self.ends, bound = self.deadline, _bound(first)
         self._of_kinds(math.inf)
-        start = best_of(one.program, self.plans)
+        start = best_of(one.program, [plan for plan in self.plans if plan is not None])
         known = Left(0.0, start, cheapest(one.program), bound, bound, first.seconds, first.report.get("prices"))
         found = _with_memory(one, solve, known, 0.0 if self.stopped else self.left())
         if self.stopped:
