@@ -276,10 +276,7 @@ class _Divided(Generic[P]):
             seconds = KIND_AGAIN * self.left()
             better, self.stopped = better_of_its_kind(same.program, same.kinds(), self.solve, known.choices, seconds)
             known = replace(known, choices=better)
-        found = _with_memory(same, self.solve, known, 0.0 if self.stopped else self.left())
-        if self.stopped:
-            found.report["interrupted"] = True
-        return same, found, (_note(same),) if known.first_share else ()
+        return same, self._go_on(same, known), (_note(same),) if known.first_share else ()
 
     def alone(self) -> Answer[P]:
         """Solves the one program there is; where memory binds, within its part of the time left then."""
@@ -301,11 +298,15 @@ class _Divided(Generic[P]):
         first = solve(one, None, self.left(), plan_seconds=ALONE_SHARE * self.left())
         if first.choices is not None or self._over(first):
             return first
-        self.ends, bound = self.deadline, _bound(first)
         self._of_kinds(math.inf)
         start = best_of(one.program, [plan for plan in self.plans if plan is not None])
-        known = Left(0.0, start, cheapest(one.program), bound, bound, first.seconds, first.report.get("prices"))
-        found = _with_memory(one, solve, known, 0.0 if self.stopped else self.left())
+        bound, report = _bound(first), first.report
+        free = report.get("without_memory", bound), first.seconds
+        return self._go_on(one, Left(0.0, start, cheapest(one.program), bound, *free, report.get("prices")))
+
+    def _go_on(self, problem: P, known: Left) -> Any:
+        """The solution from what is known, where memory binds; at once after an interrupt."""
+        found = _with_memory(problem, self.solve, known, 0.0 if self.stopped else self.left())
         if self.stopped:
             found.report["interrupted"] = True
         return found
