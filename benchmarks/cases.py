@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,11 @@ class Case:
     def mesh_text(self) -> str:
         """The mesh as "2x4"."""
         return "x".join(map(str, self.mesh.values()))
+
+    def on(self, target: str) -> bool:
+        """Whether a target as ``verify`` takes it ("tpu-v5e:4x4", "h100:8") has this case's hardware and mesh."""
+        hardware, _, shape = target.partition(":")
+        return hardware == self.hardware and shape in (self.mesh_text, str(math.prod(self.mesh.values())))
 
 
 def mlp() -> Any:
@@ -129,10 +135,17 @@ _QUALITY = {
     **{f"{name}, 2 layers" if "layers=2" in case[0] else name: case for name, case in REDUCED.items()},
     "mixtral, 1 layer": ("hub:mixtral_8x7b?layers=1", 8, 1024),
 }
+_QUALITY_TARGETS: Mapping[str, tuple[str, Mapping[str, int]]] = {
+    "h100": ("h100", _2X4),
+    "tpu-v5e": ("tpu-v5e", _2X4),
+    "tpu-v5e 4x4": ("tpu-v5e", _4X4),
+    "tpu-v5e 4x8": ("tpu-v5e", {"data": 4, "model": 8}),
+    "tpu-v5p 2x2x2": ("tpu-v5p", {"replica": 2, "data": 2, "model": 2}),
+}
 QUALITY: Mapping[str, Case] = {
-    f"{name} / {hardware}": Case(model, _2X4, hardware, batch, length)
+    f"{name} / {target}": Case(model, mesh, hardware, batch, length)
     for name, (model, batch, length) in _QUALITY.items()
-    for hardware in ("h100", "tpu-v5e")
+    for target, (hardware, mesh) in _QUALITY_TARGETS.items()
 }
 """True width, few layers: small enough to compile every plan for its target."""
 

@@ -222,7 +222,7 @@ def main() -> int:
     extra = ["--time-limit", str(options.time_limit)]
     extra += ["--workers", str(options.workers)] if options.workers else []
     if options.compile:
-        names = [name for name in names if CASES[name].hardware == options.compile.partition(":")[0]]
+        names = [name for name in names if CASES[name].on(options.compile)]
         extra += ["--compile", options.compile]
     if options.smoke:
         rows = _in_own_process(Job(next(iter(SMOKE)), "loose", KINDS), extra)

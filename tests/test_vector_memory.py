@@ -165,8 +165,8 @@ def test_what_waits_longer_than_copies_of_the_whole_chip_take_is_in_device_memor
         net.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return net
 
-    def plan(n_classes: int) -> Any:
-        options: dict[str, Any] = {"hardware": "tpu-v5e", "batch_size": 8192, "progress": False}
+    def plan(n_classes: int, hardware: Any = "tpu-v5e") -> Any:
+        options: dict[str, Any] = {"hardware": hardware, "batch_size": 8192, "progress": False}
         return autoshard.optimize(lambda: build(n_classes), {"data": 4}, pins={"inputs": "data"}, **options)
 
     rows, hidden = 8192 // 4, 2 * 2048  # examples of one device, bytes of one in a hidden layer
@@ -174,6 +174,17 @@ def test_what_waits_longer_than_copies_of_the_whole_chip_take_is_in_device_memor
     assert short.activations < 64 * 1024, "all on the chip, but for the logs that are returned"
     logits, gradient = rows * 65536 * 2, 65536 * 2048 * 2 // 4  # as whole tiles; holes come on top
     assert long.activations >= logits + gradient + 2 * rows * hidden, "what waits for the logits leaves the chip"
+    slow = plan(1024, replace(autoshard.profile("tpu-v5e"), vector_idle_copies=0.1)).memory
+    assert slow.activations >= 2 * rows * hidden, "where XLA thinks that all takes long, everything waits"
+
+
+@needs_tpu
+@pytest.mark.slow
+def test_v6e_keeps_on_the_chip_what_is_counted() -> None:
+    factory = load_model_factory("hub:bert_base?layers=2", sequence_length=512)
+    options: dict[str, Any] = {"batch_size": 32, "sequence_length": 512, "progress": False}
+    plan = autoshard.optimize(factory, {"data": 2, "model": 4}, hardware="tpu-v6e", **options)
+    assert plan.verify("tpu-v6e:2x4").compiled_peak_bytes == pytest.approx(plan.memory.peak_bytes, rel=0.1)
 
 
 def test_no_step_holds_less_than_nothing() -> None:

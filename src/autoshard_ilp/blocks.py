@@ -27,6 +27,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from autoshard_ilp.costs.primitives import PRODUCTS
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
 
 NARROW_OPS = 12
@@ -48,9 +49,6 @@ MOST_PARTS = 64
 USEFUL = 0.5
 """Of the smaller part that a further cut divides a block into: what the cut may keep."""
 
-WRITTEN = frozenset({"dot_general", "conv_general_dilated"})
-"""Operations whose results no compiler computes again for each of their readers."""
-
 FORMS = frozenset({"convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims"})
 """Operations whose result is their operand in another form."""
 
@@ -61,9 +59,12 @@ def is_forward(op: Op) -> bool:
 
 
 def is_dear(op: Op) -> bool:
-    """Whether an operation is a convolution, or a matrix product without batch dimensions."""
+    """Whether an operation is a convolution, or a matrix product without batch dimensions.
+
+    No compiler computes their results again for each of their readers.
+    """
     batched = op.primitive == "dot_general" and op.params["dimension_numbers"][1][0]
-    return op.primitive in WRITTEN and not batched
+    return op.primitive in PRODUCTS and not batched
 
 
 def tail(graph: Graph) -> int:
@@ -213,7 +214,7 @@ def _made(graph: Graph, place: Mapping[int, int]) -> dict[int, int]:
     end = tail(graph)
     made = dict[int, int]()
     for op in graph.ops:
-        if op.id in place and op.id <= end and op.primitive in WRITTEN:
+        if op.id in place and op.id <= end and op.primitive in PRODUCTS:
             for t in (*op.inputs, *op.outputs) if op.id < end else op.inputs:
                 whole = graph.behind(t, FORMS)
                 if graph.tensors[whole].producer in place:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from autoshard_ilp.costs.primitives import VIEWS, fusible
+from autoshard_ilp.costs.primitives import SAME_VALUES, VIEWS, fusible
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.inplace import Wait, product_behind
-from autoshard_ilp.order import SAME_VALUES, Order
+from autoshard_ilp.order import Order
 from autoshard_ilp.ties import may_anchor
 
 PLATFORMS = frozenset({"tpu"})

@@ -23,9 +23,12 @@ from autoshard_ilp.costs.fold import LEAST_SPLIT
 from autoshard_ilp.division import HALF, Division, division_of
 from autoshard_ilp.kinds import Kept, better_of_its_kind, starts_of_kinds
 
-HALVED = "Memory binds: each half of the repeated layers decides for itself."
-DIVIDED = "Memory binds: the first {:.2g}% of the repeated layers decide for themselves, and so do the others."
-APART = "Memory binds: every repeated layer decides for itself."
+BINDS = "Memory binds: "
+"""How the note begins that says how far repeated layers decide for themselves."""
+
+HALVED = BINDS + "each half of the repeated layers decides for itself."
+DIVIDED = BINDS + "the first {:.2g}% of the repeated layers decide for themselves, and so do the others."
+APART = BINDS + "every repeated layer decides for itself."
 
 WIDE_CELLS = 3_000_000
 """Table cells of a program with one decision per repeated layer: of two mesh axes less, of three more. Of more, prices
@@ -443,7 +446,7 @@ def best_of(program: Any, starts: Sequence[np.ndarray]) -> np.ndarray | None:
 
 def _note(problem: Priced) -> str:
     """What the larger program lets decide for itself."""
-    if not any(len(c.members) > 1 for c in problem.table.classes):
+    if not problem.table.tied:
         return APART
     share = problem.table.first_share
     return HALVED if share == HALF else DIVIDED.format(100 * share)

@@ -29,7 +29,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from autoshard_ilp.costs.combining import only_updates_read
-from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, VIEWS, fusible
+from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, SAME_VALUES, VIEWS, fusible
 from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op, Region
 from autoshard_ilp.ties import MIN_COPY_BYTES, may_anchor
 
@@ -48,9 +48,6 @@ SUMS_TOO = frozenset({"tpu"})
 
 METRICS_FIRST = frozenset({"tpu"})
 """Where the backward pass waits for metrics, and for sums over the gradient that it begins with."""
-
-SAME_VALUES = (*VIEWS, "convert_element_type", "copy", "hub")
-"""What an array may go through and still be the one that a reduction sums up."""
 
 
 @dataclass(frozen=True)

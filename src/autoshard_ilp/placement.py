@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard_ilp.costs.primitives import SAME_VALUES
 from autoshard_ilp.costs.table import CostTable
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.report import flow_steps
@@ -172,7 +173,7 @@ def _large_sums(
 ) -> Iterator[int]:
     """Ids of sums of the backward pass that must not be put off: all but those over the smallest arrays, which take
     ``room_bytes`` on a device together."""
-    from autoshard_ilp.order import SAME_VALUES, sums_put_off
+    from autoshard_ilp.order import sums_put_off
 
     over: dict[int, list[int]] = {}  # array -> sums over it
     held: dict[int, int] = {}

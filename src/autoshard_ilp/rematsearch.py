@@ -36,6 +36,7 @@ from autoshard_ilp.fewerblocks import (
     recomputation_is_short,
     worth,
 )
+from autoshard_ilp.halving import BINDS
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.remat import Policy
 
@@ -248,7 +249,7 @@ def _prove(found: Found, tried: Tried, took: float, left: float) -> None:
     if not isinstance(answer, Plan) or answer.cost.total_s > plan.cost.total_s:
         return
     if answer.cost.total_s < plan.cost.total_s or answer.lower_bound > unproved.bound:
-        own = [note for note in plan.notes if note not in answer.notes and not note.startswith("Memory binds")]
+        own = [note for note in plan.notes if note not in answer.notes and not note.startswith(BINDS)]
         found.plan = replace(answer, notes=(*answer.notes, *own))
 
 

@@ -1,11 +1,15 @@
 """How long a buffer lies idle between two reads, and until when it is therefore in a TPU's device memory.
 
-XLA's memory space assignment keeps a buffer in vector memory between two of its uses only if less time passes than
-:data:`MOST_COPIES` copies of the whole vector memory would take (``xla_msa_max_overlap_to_mem_size_async_copy_ratio``,
-and ``CanAllocateInAlternateMemoryNoCopy`` of XLA's ``memory_space_assignment``): 1.3 ms on TPU v5e. What waits longer
-is copied to device memory as soon as it is made, and back before it is read again. So while logits over a vocabulary
-are computed, no activation of the layers before is on the chip. (Compiled for v5e, two layers of GPT-2: 45 of the 117
-MB of vector memory are in use then, all of them by what the product itself reads and writes.)
+XLA's memory space assignment keeps a buffer in vector memory between two of its uses only if less time passes than 8
+copies of the whole vector memory would take (``xla_msa_max_overlap_to_mem_size_async_copy_ratio``, and
+``CanAllocateInAlternateMemoryNoCopy`` of XLA's ``memory_space_assignment``): 1.3 ms on TPU v5e. What waits longer is
+copied to device memory as soon as it is made, and back before it is read again. So while logits over a vocabulary are
+computed, no activation of the layers before is on the chip. (Compiled for v5e, two layers of GPT-2: 45 of the 117 MB of
+vector memory are in use then, all of them by what the product itself reads and writes.)
+
+The seconds that pass are XLA's own estimates, which grow from chip to chip in another way than a profile's: about 1.7
+times these on v5e, 3.4 times on v6e. A profile therefore says how many copies it is in its own seconds
+(``memory.vector_idle_copies``).
 """
 
 from __future__ import annotations
@@ -18,9 +22,6 @@ import numpy as np
 from autoshard_ilp.costs.memory import Buffers
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.graph import Graph, Op
-
-MOST_COPIES = 8
-"""Default of XLA:TPU."""
 
 Busy = frozenset[tuple[int, int]]
 """Times, first and last, at which something is read: one operation, or a whole loop."""

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from autoshard_ilp.costs.idle import MOST_COPIES
 from autoshard_ilp.program.model import Edge, Program
 
 Label = TypeVar("Label")
@@ -49,7 +48,7 @@ def largest_bytes(profile: Any) -> int:
 def idle_limit_seconds(profile: Any) -> float:
     """How long a buffer that nobody reads stays on the chip; 0: the profile has no vector memory."""
     whole = vector_bytes(profile) * WHOLE / USUAL
-    return MOST_COPIES * whole / float(profile.memory_bytes_per_s) if whole else 0.0
+    return float(profile.vector_idle_copies) * whole / float(profile.memory_bytes_per_s) if whole else 0.0
 
 
 def keep_on_chip(

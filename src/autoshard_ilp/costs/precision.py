@@ -24,11 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.costs.primitives import PRODUCTS
 from autoshard_ilp.graph import Graph, Op
 
 WIDE, WIDE_BYTES, NARROW_BYTES = "float32", 4.0, 2.0
-
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 ANY_OPERAND = frozenset(
     """

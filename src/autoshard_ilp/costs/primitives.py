@@ -13,6 +13,9 @@ VIEWS = frozenset(
 )
 """Operations whose result shares its operand's buffer (or is a free slice of it)."""
 
+SAME_VALUES = (*VIEWS, "convert_element_type")
+"""What an array may go through and still be the one that a reduction sums up."""
+
 RANDOM = frozenset({"random_bits", "threefry2x32"})
 """Random bits take too long to be drawn in several kernels; XLA:TPU draws them again all the same."""
 

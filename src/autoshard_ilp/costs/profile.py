@@ -73,6 +73,7 @@ class HardwareProfile:
         usable_memory_bytes: what a program may use per device; the default memory budget.
         vector_memory_bytes: of short-lived buffers, kept on the chip instead of in device memory (TPUs); 0: counted
             like all others.
+        vector_idle_copies: for how long a buffer stays there that nobody reads, in copies of the whole vector memory.
         fused_kernels: "more", or "fewer" where XLA:TPU writes softmaxes for the products of attention, and error
             functions for the backward pass.
         heap_loss_share: holes between the buffers of a training step, as a share of those that are live (TPUs).
@@ -114,6 +115,7 @@ class HardwareProfile:
     call_seconds_by_kind: Mapping[str, float] = field(hash=False)
     all_to_all_efficiency: float | None = None
     vector_memory_bytes: int = 0
+    vector_idle_copies: float = 8.0
     heap_loss_share: float = 0.0
     fused_kernels: str = "more"
     host_devices: int | None = None
@@ -252,6 +254,7 @@ _SCHEMA: dict[str, dict[str, _Figure]] = {
         "bytes_per_s": _Figure("memory_bytes_per_s", float, 1.0),
         "efficiency": _share("memory_efficiency"),
         "vector_bytes": _Figure("vector_memory_bytes", int, 0, required=False),
+        "vector_idle_copies": _Figure("vector_idle_copies", float, 0.01, required=False),
         "heap_loss": _share("heap_loss_share", required=False),
     },
     "links": {

@@ -30,6 +30,15 @@ SMALL = 3000
 MUCH = 0.3  # of the largest excess over the capacity
 FIRST_PRICE = 0.1  # of the relaxed cost per capacity
 
+HARDLY = 1e-3
+"""Relative distance of a plan to the bound without a capacity from which on the best plan without one may fit ..."""
+
+FREE_CELLS = 1_000_000
+"""... in programs of at most so many table cells ..."""
+
+FREE_SHARE = 0.4
+"""... and what of the time left it is looked for in."""
+
 
 class Constrained:
     """The search under rows for one program.
@@ -53,6 +62,7 @@ class Constrained:
         self.relaxed = relaxed
         self.seen: list[np.ndarray] = []
         self.asked = False  # for any plan
+        self.freed = False  # solved without a capacity to the end
         self.families: Families | None = None
         self.neighbourhood: Neighbourhood | None = None
         self.log: list[dict[str, Any]] = []
@@ -101,6 +111,10 @@ class Constrained:
         if fresh:
             load_windows()
         while fresh and not self.stop():
+            if self._hardly_dear():
+                fresh += [t for t in self._without_rows() if t not in fresh]
+                if self.stop():
+                    break
             self.rows += [self.owners.row(t) for t in fresh]
             self.search.report["rows"] = len(self.rows)
             try:
@@ -114,6 +128,31 @@ class Constrained:
         times = violated_times(self.program, self.relaxed, self.capacity, set())
         excess = self.program.usage_over_time(self.relaxed) - self.capacity
         return [t for t in times if excess[t] >= MUCH * excess[times[0]]]
+
+    def _hardly_dear(self) -> bool:
+        """Whether the best plan costs hardly more than any without a capacity, in a program that is soon solved so."""
+        search = self.search
+        if self.freed or search.best is None or sum(edge.table.size for edge in self.program.edges) > FREE_CELLS:
+            return False
+        return search.upper - search.without_memory <= HARDLY * abs(search.upper)
+
+    def _without_rows(self) -> list[int]:
+        """Solve without a capacity, once; times to add as rows. Of plans that cost next to the same, one may fit.
+
+        The relaxation is left as soon as its best plan does not fit (:func:`autoshard_ilp.program.solve.descend`).
+        """
+        self.freed, since = True, time.monotonic()
+        share = FREE_SHARE * (self.search.deadline - since)
+        free = dataclasses.replace(self.program, capacity=None)
+        choices, bound = least_cost(free, since + share)
+        self.search.add_seconds("descent", since)
+        self.search.prove(bound)
+        self.search.without_memory = max(self.search.without_memory, bound)
+        self.search.report["without_memory"] = max(self.search.report["without_memory"], bound)
+        if choices is None:
+            return []
+        self.remember(choices)
+        return self.offer(choices)
 
     def first_plan(self) -> list[int]:
         """Look for any plan that fits, by least peak, once; times to add as rows.
