@@ -14,7 +14,8 @@ from keras import layers
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.blocks import Blocks, is_forward
-from autoshard_ilp.graph import BOUNDARY, Graph, build_graph
+from autoshard_ilp.flatten import build_graph
+from autoshard_ilp.graph import BOUNDARY, Graph
 from autoshard_ilp.remat import POLICIES
 from compiled import needs_cuda, unlike_jax_12
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import cli_models  # noqa: F401  # its folder is on the path under pytest
 from autoshard_ilp import api, cli, records
-from autoshard_ilp.cli import app, parse_pins
+from autoshard_ilp.cli import app
+from autoshard_ilp.cli_arguments import parse_pins
 from autoshard_ilp.console import FAULT
 from autoshard_ilp.errors import InputShapeError, PlanFileError
 from autoshard_ilp.plan import Plan

@@ -12,7 +12,8 @@ import pytest
 import autoshard_ilp as autoshard
 from autoshard_ilp.costs.combining import Shares, shares
 from autoshard_ilp.costs.memory import analyse
-from autoshard_ilp.graph import Graph, build_graph
+from autoshard_ilp.flatten import build_graph
+from autoshard_ilp.graph import Graph
 from compiled import needs_cuda
 
 LAYERS = 6

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.graph import build_graph
+from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.rewrites import rewrite
 
 INDEXED = ("gather", "scatter-add")

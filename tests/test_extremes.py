@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.graph import build_graph
+from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.rewrites import rewrite
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard_ilp.costs.kernels import filled_in_taps
-from autoshard_ilp.graph import build_graph
+from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.verify.flops import matmul_flops
 from autoshard_ilp.verify.hlo_text import parse_module
 from compiled import mesh_of, needs_cuda, sharding

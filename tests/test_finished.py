@@ -16,7 +16,8 @@ import autoshard_ilp as autoshard
 from autoshard_ilp import finished, inplace, order
 from autoshard_ilp.apply import Decisions, planned_function
 from autoshard_ilp.finished import updates_waited_for
-from autoshard_ilp.graph import Graph, build_graph, insert_hubs
+from autoshard_ilp.flatten import build_graph
+from autoshard_ilp.graph import Graph, insert_hubs
 from autoshard_ilp.inplace import waiting_updates
 from autoshard_ilp.order import Order, order_of
 from compiled import needs_tpu

@@ -23,7 +23,8 @@ from autoshard_ilp.costs.collectives import ring_bytes_per_device
 from autoshard_ilp.costs.reshard import steps
 from autoshard_ilp.costs.resolution import resolution_payloads
 from autoshard_ilp.deferral import Deferral
-from autoshard_ilp.graph import build_graph, insert_hubs
+from autoshard_ilp.flatten import build_graph
+from autoshard_ilp.graph import insert_hubs
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.rules.rule import OpView
 from autoshard_ilp.sharding import PARTIAL, WHOLE, to_partition_spec

@@ -17,7 +17,8 @@ import autoshard_ilp as autoshard
 from autoshard_ilp import manual, order, ties
 from autoshard_ilp.apply import Decisions, operations, planned_function
 from autoshard_ilp.costs.heap import REPORTED
-from autoshard_ilp.graph import Graph, build_graph, insert_hubs
+from autoshard_ilp.flatten import build_graph
+from autoshard_ilp.graph import Graph, insert_hubs
 from autoshard_ilp.order import order_of
 from autoshard_ilp.placement import decisions
 from autoshard_ilp.report import held_bytes

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard_ilp.graph import Graph, build_graph, insert_hubs
+from autoshard_ilp.flatten import build_graph
+from autoshard_ilp.graph import Graph, insert_hubs
 
 ROWS, WIDTH, CLASSES = 1024, 512, 2048
 

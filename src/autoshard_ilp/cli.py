@@ -7,10 +7,7 @@ inside the commands, so that ``--help`` and usage errors are immediate.
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +17,7 @@ import typer
 import typer.core
 
 from autoshard_ilp import __version__, cli_explore
+from autoshard_ilp.cli_arguments import factory_of, parse_pins, with_origin
 from autoshard_ilp.cli_calibrate import calibrate
 from autoshard_ilp.cli_options import (
     Baseline,
@@ -50,7 +48,7 @@ from autoshard_ilp.console import (
     say,
     width,
 )
-from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError, PlanFileError, UnsupportedModelError
+from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError, PlanFileError
 
 
 class _Commands(typer.core.TyperGroup):
@@ -89,87 +87,6 @@ def _top(
     ] = False,
 ) -> None:
     pass
-
-
-def _factory(model: str, sequence_length: int | None) -> Callable[[], Any]:
-    """The builder of a model named on the command line, its libraries loaded quietly."""
-    with quiet_native_logs():
-        from autoshard_ilp.models import load_model_factory
-
-        factory = load_model_factory(model, sequence_length=sequence_length)
-        if model.startswith("hub:"):
-            with contextlib.suppress(ImportError):  # the factory says what to install
-                import keras_hub  # noqa: F401
-        import jax
-
-        try:
-            jax.devices()  # plugins load now
-        except RuntimeError as error:
-            raise UnsupportedModelError(
-                f"JAX must find its devices; planning needs no more than JAX_PLATFORMS=cpu. Received: "
-                f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')!r} ({error})"
-            ) from error
-
-    def build() -> Any:
-        try:
-            return factory()
-        except AutoshardError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise UnsupportedModelError(
-                f"The model's factory must build a model. Received: {model!r}, which raised {type(error).__name__}: "
-                f"{error}"
-            ) from error
-
-    return build
-
-
-# -- pins --------------------------------------------------------------------------------------------------------------
-
-
-def parse_pins(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Reads ``--pin`` options: ``REGEX=SPEC``, with one entry of SPEC per dimension.
-
-    Args:
-        texts: such as ``'query/kernel=(None, "model")'``, or without quotes ``query/kernel=None,data+model``; ``-``
-            stands for None, as in a plan's summary. The last ``=`` separates.
-
-    Raises:
-        InputShapeError: no ``=``, an entry that is no axis, or one regular expression with two layouts.
-    """
-    pins: dict[str, tuple[Any, ...]] = {}
-    for text in texts:
-        pattern, equals, spec = text.rpartition("=")
-        if not equals or not pattern:
-            raise InputShapeError(
-                f"A pin is REGEX=SPEC, such as 'query/kernel=(None, \"model\")' or 'query/kernel=None,model'. "
-                f"Received: {text!r}."
-            )
-        entries = _spec(spec.strip(), text)
-        if pins.get(pattern, entries) != entries:
-            raise InputShapeError(
-                f"A regular expression is pinned once. Received: {pattern!r} with {pins[pattern]} and {entries}."
-            )
-        pins[pattern] = entries
-    return pins
-
-
-def _spec(text: str, pin: str) -> tuple[Any, ...]:
-    try:
-        value = ast.literal_eval(text)
-        entries = tuple(value) if isinstance(value, tuple | list) else (value,)
-    except (ValueError, SyntaxError):
-        inner = text[1:-1] if text.startswith("(") and text.endswith(")") else text
-        parts = [part.strip() for part in inner.removesuffix(",").split(",")]
-        entries = tuple(None if p in ("None", "-") else tuple(p.split("+")) if "+" in p else p for p in parts)
-    for entry in entries:
-        names = entry if isinstance(entry, tuple | list) else (entry,)
-        if entry is not None and not all(isinstance(n, str) and re.fullmatch(r"[^\s()\[\],'\"+]+", n) for n in names):
-            raise InputShapeError(
-                f"A pin's layout has, per dimension, None, a mesh axis, or a tuple of mesh axes. Received: {pin!r}. "
-                'Write it as (None, "model") or None,data+model.'
-            )
-    return tuple(tuple(e) if isinstance(e, list) else e for e in entries)
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -227,7 +144,7 @@ def plan(
         "remat": remat,
     }
     with contextlib.redirect_stdout(sys.stderr):  # a model's own prints are no result
-        factory = _factory(model, sequence_length)
+        factory = factory_of(model, sequence_length)
         found = api.optimize(factory, spec, budget, pins=pins or None, verify=compiled, **options)
         others = {name: _baseline(name, factory, spec, budget, options) for name in baseline or []}
     origin = {
@@ -237,13 +154,7 @@ def plan(
         "mode": mode,
         "hardware": hardware or found.hardware,
     }
-    _show(_with_origin(found, origin), others, output, as_json)
-
-
-def _with_origin(found: Any, origin: Mapping[str, Any]) -> Any:
-    from dataclasses import replace
-
-    return replace(found, origin={**found.origin, **origin})
+    _show(with_origin(found, origin), others, output, as_json)
 
 
 def _check_writable(output: Path | None, option: str = "--output") -> None:
@@ -327,7 +238,7 @@ def verify(
         _virtual_cpu_devices(stored.mesh.size)
     sequence_length = origin.get("sequence_length")
     with contextlib.redirect_stdout(sys.stderr):
-        factory = _factory(model or str(origin["model"]), sequence_length)
+        factory = factory_of(model or str(origin["model"]), sequence_length)
         bound = stored.bind(factory, sequence_length=sequence_length)
         checked = _compiled(bound, str(where), _seconds_of(stored))
     if hlo is not None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from autoshard_ilp.cli_arguments import factory_of, parse_pins, with_origin
 from autoshard_ilp.cli_options import (
     Batch,
     Budget,
@@ -116,7 +117,6 @@ def pareto(
 ) -> None:
     """Step time against memory budget, every breakpoint of it, each point a proved plan."""
     prepare()
-    from autoshard_ilp.cli import parse_pins
     from autoshard_ilp.explore.pareto import pareto as find
     from autoshard_ilp.mesh import parse_mesh
     from autoshard_ilp.program.model import SolverOptions
@@ -200,11 +200,9 @@ def mesh(
         found = question(_model(model, sequence_length))
     best = getattr(found, "best", None) or getattr(found, "plan", None)
     if save is not None and best is not None:
-        from autoshard_ilp.cli import _with_origin
-
         chip = best.origin.get("hardware", best.hardware)
         origin = {"model": model, "batch_size": best.batch_size, "sequence_length": sequence_length, "mode": mode}
-        _with_origin(best, {**origin, "hardware": chip}).save(save)
+        with_origin(best, {**origin, "hardware": chip}).save(save)
         say(f"written to {save}")
     shown = found if hasattr(found, "plot") else getattr(found, "search", None)
     _keep(found, output, plot, shown)
@@ -261,9 +259,8 @@ def sweep(
 
 
 def _model(text: str, sequence_length: int | None) -> Any:
-    from autoshard_ilp.cli import _factory
 
-    return _factory(text, sequence_length)
+    return factory_of(text, sequence_length)
 
 
 def _bound(path: Path, model: str | None) -> Any:

@@ -268,14 +268,27 @@ class _Flattener:
         return outputs
 
 
-def flatten(
+def build_graph(
     closed_jaxpr: Any,
-    argument_paths: tuple[str, ...],
-    result_paths: tuple[str, ...],
-    aliases: Mapping[int, int],
-    while_trip_count: int | None,
+    *,
+    argument_paths: Sequence[str],
+    result_paths: Sequence[str],
+    aliases: Mapping[int, int] | None = None,
+    while_trip_count: int | None = None,
 ) -> Graph:
-    """See :func:`autoshard_ilp.graph.build_graph`."""
+    """Flattens a closed jaxpr into a :class:`Graph`, without the operations that nothing needs.
+
+    Args:
+        closed_jaxpr: of the whole step.
+        argument_paths: a path per argument.
+        result_paths: a path per result.
+        aliases: result position -> position of the argument that it replaces (donated state).
+        while_trip_count: iterations of every while loop; None: what its own constants say, else 1.
+
+    Raises:
+        InputShapeError: the number of paths is not the number of arguments or results, or an alias is out of range.
+    """
+    aliases = dict(aliases or {})
     jaxpr, values = compat.open_jaxpr(closed_jaxpr)
     for what, paths, atoms in (("argument", argument_paths, jaxpr.invars), ("result", result_paths, jaxpr.outvars)):
         if len(paths) != len(atoms):

@@ -29,7 +29,7 @@ literals); a branch also reads those of the region around its ``cond`` directly.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -256,31 +256,6 @@ class Graph:
 def is_batch(op: Op) -> bool:
     """Whether an argument is part of the batch: it is written anew every step, so a sharded copy is cheaper."""
     return op.primitive == "argument" and op.path.partition("/")[0] in ("inputs", "targets", "sample_weight")
-
-
-def build_graph(
-    closed_jaxpr: Any,
-    *,
-    argument_paths: Sequence[str],
-    result_paths: Sequence[str],
-    aliases: Mapping[int, int] | None = None,
-    while_trip_count: int | None = None,
-) -> Graph:
-    """Flattens a closed jaxpr into a :class:`Graph`, without the operations that nothing needs.
-
-    Args:
-        closed_jaxpr: of the whole step.
-        argument_paths: a path per argument.
-        result_paths: a path per result.
-        aliases: result position -> position of the argument that it replaces (donated state).
-        while_trip_count: iterations of every while loop; None: what its own constants say, else 1.
-
-    Raises:
-        InputShapeError: the number of paths is not the number of arguments or results, or an alias is out of range.
-    """
-    from autoshard_ilp.flatten import flatten
-
-    return flatten(closed_jaxpr, tuple(argument_paths), tuple(result_paths), dict(aliases or {}), while_trip_count)
 
 
 def assemble(graph: Graph, ops: Iterable[Op], tensors: Mapping[int, Tensor] | None = None) -> Graph:

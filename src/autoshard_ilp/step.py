@@ -72,7 +72,7 @@ def graph_of(
 @collector_paused()
 def whole_graph(infos: Any, while_trip_count: int | None = None) -> Graph:
     """The graph of a traced step before rematerialisation and hubs: the same under every policy."""
-    from autoshard_ilp.graph import build_graph
+    from autoshard_ilp.flatten import build_graph
     from autoshard_ilp.groups import merge_groups
 
     graph = build_graph(
