@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -54,18 +55,30 @@ class Record:
 
     def best(self, choices: np.ndarray) -> int:
         """The cheapest strategy given ``choices`` of all neighbours (of equals that of least bytes, then the first)."""
-        total = self.cost.copy()
-        held = np.zeros(len(total), np.int64) if self.used is None else self.used.sum(axis=0)
+        total, held = self.cost, None if self.used is None else self.used.sum(axis=0)
+        for others, own, table, used in self._parts:
+            index = tuple([lab[choices[w]] for w, lab in others])
+            total = total + table[index][own]
+            if used is not None:
+                bytes_ = used[index].sum(axis=-1)[own]
+                held = bytes_ if held is None else held + bytes_
+        if held is None:
+            return int(total.argmin())
+        return int(np.argmin(np.where(total == total.min(), held, np.iinfo(np.int64).max)))
+
+    @cached_property
+    def _parts(self) -> list[tuple[list[tuple[int, np.ndarray]], np.ndarray, np.ndarray, np.ndarray | None]]:
+        """Per factor: the other nodes with their labels, the node's own labels, table and bytes with its axis last.
+
+        The axes of the others come first in both; rows of bytes are the very last axis.
+        """
+        parts = []
         for f in self.factors:
             k = f.axis(self.node)
-            index = tuple(
-                slice(None) if w == self.node else int(lab[choices[w]])
-                for w, lab in zip(f.scope, f.labels, strict=True)
-            )
-            total = total + f.table[index][f.labels[k]]
-            if f.used is not None:
-                held = held + f.used[(slice(None), *index)].sum(axis=0)[f.labels[k]]
-        return int(np.argmin(np.where(total == total.min(), held, np.iinfo(np.int64).max)))
+            others = [(w, lab) for w, lab in zip(f.scope, f.labels, strict=True) if w != self.node]
+            used = None if f.used is None else np.moveaxis(np.moveaxis(f.used, 0, -1), k, -2)
+            parts.append((others, f.labels[k], np.moveaxis(f.table, k, -1), used))
+        return parts
 
 
 class Net:
