@@ -38,6 +38,9 @@ CALL_PARAMS: Mapping[str, str] = {
     "checkpoint": "jaxpr",
 }
 
+LAYOUT_ONLY = frozenset({"reshard"})
+"""What only moves its operand: JAX puts it around a constant that lies sharded on a mesh."""
+
 REMAT_PRIMITIVES = frozenset({"remat", "remat2", "checkpoint"})
 
 

@@ -118,6 +118,8 @@ class _Flattener:
 
     def equation(self, eqn: Any, inputs: list[int], ctx: _Context) -> list[int]:
         name = eqn.primitive.name
+        if name in compat.LAYOUT_ONLY:
+            return inputs
         called = compat.called_jaxpr(name, eqn.params)
         if called is not None:
             jaxpr, values, operands = called

@@ -6,11 +6,14 @@ function of lists of arrays. This package supplies what planning needs around it
 * :mod:`.construction`: build a model without allocating its variables. Their initializers are kept, so that
 * :mod:`.state` can create every variable already sharded, in one compiled program;
 * :mod:`.inspection`: the variables behind the state, in order, and which parameter an optimizer variable belongs to;
+* :mod:`.attributes`: what the step reads besides variables;
 * :mod:`.trainer`: where the functions that ``fit``, ``evaluate`` and ``predict`` run are exchanged.
 
 Nothing here imports Keras before it is called.
 """
 
+from autoshard_ilp.keras_integration.attributes import attributes as attributes
+from autoshard_ilp.keras_integration.attributes import same_attributes as same_attributes
 from autoshard_ilp.keras_integration.construction import AbstractBuild as AbstractBuild
 from autoshard_ilp.keras_integration.construction import abstract_construction as abstract_construction
 from autoshard_ilp.keras_integration.construction import ensure_jax_backend as ensure_jax_backend

@@ -79,6 +79,7 @@ class Runtime:
         self.signatures = dict.fromkeys(ki.GROUPS, _signature(model))
         self.bases: dict[str, Plan] = {plan.mode: plan}
         self.programs: dict[Any, Program] = {}
+        self.unused = {plan.mode: ki.attributes(model)}  # what programs compiled by ``apply`` read, until they run
         self.agreed: set[str] = set()  # kinds of steps whose first batch all processes have compared
         if plan.executable is not None:
             self.programs[self._key(plan.mode, plan.executable.args[1])] = program
@@ -115,9 +116,11 @@ class Runtime:
                 "train_on_batch. Plan the training step, autoshard.optimize(model, mesh), and apply that plan."
             )
         signature = _signature(self.model)
-        if _is_same(signature, self.signatures[mode]):
+        read = self.unused.get(mode)  # Keras compiles at the first step, with what the layers are by then
+        stale = read is not None and not ki.same_attributes(read, ki.attributes(self.model))
+        if not stale and _is_same(signature, self.signatures[mode]):
             return
-        if mode == "train":
+        if mode == "train" or stale:
             self._follow_change()
         else:
             self._forget(mode)
@@ -153,6 +156,7 @@ class Runtime:
     def _step(self, mode: str) -> Any:
         def step(state: Any, data: Any) -> tuple[Any, Any]:
             batch = _batch_of(data, mode)
+            self.unused.pop(mode, None)
             if mode not in self.agreed:
                 agreement.agree_on_batch(mode, batch)
                 self.agreed.add(mode)
