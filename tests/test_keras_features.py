@@ -13,8 +13,22 @@ import numpy as np
 import pytest
 from keras import layers
 
+import autoshard_ilp as autoshard
 import keras_cases as cases
-from keras_cases import BATCH, assert_close, features, fitted, mlp, plan_for, same_as_one_device, seeded, tokens, values
+from keras_cases import (
+    BATCH,
+    HARDWARE,
+    MESH,
+    assert_close,
+    features,
+    fitted,
+    mlp,
+    plan_for,
+    same_as_one_device,
+    seeded,
+    tokens,
+    values,
+)
 
 X, Y = features()
 
@@ -273,3 +287,39 @@ def test_shared_layers_and_several_models() -> None:
         outputs.append(np.asarray(model(X[:3])))
         assert layers.Dense is type(model.layers[1])
     assert_close(outputs[2:], outputs[:2])
+
+
+class Graphs(keras.Model):
+    """Sums what edges bring to nodes, and nodes to graphs."""
+
+    def __init__(self, n_graphs: int) -> None:
+        super().__init__()
+        self.n_graphs = n_graphs
+        self.node, self.head = layers.Dense(10, activation="relu"), layers.Dense(4)
+
+    def call(self, inputs: Any) -> Any:
+        x = self.node(inputs["nodes"])
+        x = x + keras.ops.segment_sum(keras.ops.take(x, inputs["source"], 0), inputs["target"], x.shape[0])
+        return self.head(keras.ops.segment_sum(x, inputs["graph"], self.n_graphs))
+
+
+def test_a_batch_of_graphs_has_as_many_targets_as_graphs() -> None:
+    rng = np.random.default_rng(0)
+    ends = {name: np.sort(rng.integers(0, 24, 60)).astype("int32") for name in ("source", "target")}
+    graph = np.sort(rng.integers(0, 6, 24)).astype("int32")
+    inputs = {"nodes": rng.normal(size=(24, 7)).astype("float32"), "graph": graph, **ends}
+    targets = rng.normal(size=(6, 4)).astype("float32")
+
+    def build() -> keras.Model:
+        model = Graphs(6)
+        model.compile("sgd", "mse")
+        return model
+
+    alone, planned = seeded(build), seeded(build)
+    options: dict[str, Any] = {"hardware": HARDWARE, "batch_size": 24, "progress": False}
+    autoshard.optimize(planned, MESH, inputs=inputs, targets=targets, **options).apply(planned)
+    losses = [[float(m.train_on_batch(inputs, targets)) for _ in range(3)] for m in (alone, planned)]
+    assert_close(*losses)
+    assert_close(planned.get_weights(), alone.get_weights())
+    with pytest.raises(autoshard.InputShapeError, match="first dimension of all targets"):
+        autoshard.optimize(seeded(mlp), MESH, inputs=features(8)[0], targets=features(6)[1], progress=False)

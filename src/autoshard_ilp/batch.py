@@ -92,11 +92,13 @@ def complete_specs(
     device_count: int = 1,
     names: Sequence[str] = (),
     batched: Sequence[bool] = (),
+    of_any_size: bool = False,
 ) -> tuple[Any, int]:
     """Replace every leaf by a ``jax.ShapeDtypeStruct`` without unknown dimensions; see :func:`input_specs`.
 
     ``batched`` says which leaves the batch runs through, in flat order; where nobody knows, all of them, or those that
-    agree with a ``batch_size`` that is given.
+    agree with a ``batch_size`` that is given. ``of_any_size`` allows any first dimension, where the inputs have several
+    (:func:`has_several_sizes`).
     """
     import jax
 
@@ -117,7 +119,7 @@ def complete_specs(
                 "inputs have no batch."
             )
         batch_size = fixed.pop() if fixed else default_batch_size(device_count)
-    elif fixed - {batch_size} and (batched or kind != "inputs" or batch_size not in fixed):
+    elif fixed - {batch_size} and not of_any_size and (batched or kind != "inputs" or batch_size not in fixed):
         raise InputShapeError(
             f"The first dimension of all {kind} must be the global batch, {batch_size}. Received: "
             f"{ {name: shape for name, shape, _ in described} }. Give the shapes of one whole global "
@@ -127,6 +129,13 @@ def complete_specs(
         jax.ShapeDtypeStruct(_fill(name, shape, batch_size, sequence_length), dtype) for name, shape, dtype in described
     ]
     return jax.tree_util.tree_unflatten(treedef, specs), batch_size
+
+
+def has_several_sizes(batch: Any) -> bool:
+    """Whether arrays of a batch differ in their first dimension: nodes and edges of a graph, say."""
+    import jax
+
+    return len({x.shape[0] for x in jax.tree.leaves(batch) if x.shape}) > 1
 
 
 def _fill(name: str, shape: tuple[int | None, ...], batch_size: int, sequence_length: int | None) -> tuple[int, ...]:

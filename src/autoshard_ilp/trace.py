@@ -254,15 +254,15 @@ def _prepare(
             outputs = ki.symbolic_outputs(model, x)
     if mode == "predict":
         return (x,), size, ()
+    known: dict[str, Any] = {"batch_size": size, "sequence_length": sequence_length}
+    known["of_any_size"] = inputs is not None and batch_shapes.has_several_sizes(x)
     if targets is not None:
-        y, _ = batch_shapes.complete_specs(targets, kind="targets", batch_size=size, sequence_length=sequence_length)
+        y, _ = batch_shapes.complete_specs(targets, kind="targets", **known)
     else:
         y = batch_shapes.target_specs(model, outputs) if needs_outputs else None
     weights = None
     if sample_weight is not None:
-        weights, _ = batch_shapes.complete_specs(
-            sample_weight, kind="sample_weight", batch_size=size, sequence_length=sequence_length
-        )
+        weights, _ = batch_shapes.complete_specs(sample_weight, kind="sample_weight", **known)
     batch = (x,) if y is None and weights is None else (x, y) if weights is None else (x, y, weights)
     hint = "Check that targets= fits the loss and the metrics." if targets is not None else "Give targets=."
     error = UnsupportedModelError if targets is None else InputShapeError
