@@ -14,6 +14,7 @@ from autoshard_ilp.costs.alike import computed_alike
 from autoshard_ilp.costs.carried import count_gathers_twice, count_twice, is_stacked
 from autoshard_ilp.costs.coarse import coarser
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
+from autoshard_ilp.costs.filled import read_by_several_products
 from autoshard_ilp.costs.grouped import copies_for_groups, copies_kept, masked_again
 from autoshard_ilp.costs.heap import loses, with_holes
 from autoshard_ilp.costs.hoisted import hoisted_casts, never_wide
@@ -39,7 +40,7 @@ from autoshard_ilp.costs.workspace import workspace_spans
 from autoshard_ilp.costs.written import made_in_results, masks_of_extremes, packed_bytes, packed_masks
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
-from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, local_shape
+from autoshard_ilp.sharding import WHOLE, Layout, divides, local_bytes, local_shape
 
 OBJECTIVES = ("step_time", "communication")
 TIE_BREAK = 1e-6
@@ -184,6 +185,8 @@ def build_program(
         _hold_results(table, index, roles, account, node_bytes, extra, len(edges))
     if account.pads:
         _hold_workspace(table, account, extra, len(edges))
+    if account.family == "tpu" and table.profile.fused_kernels == "fewer":
+        _hold_filled_up(table, account, extra, len(edges))
     nodes = tuple(
         Node(table.graph.ops[c.members[0]].scope or table.graph.ops[c.members[0]].path, cost, node_bytes.get(i))
         for i, (c, cost) in enumerate(zip(table.classes, costs, strict=True))
@@ -285,6 +288,22 @@ def _hold_workspace(table: CostTable, account: _Account, extra: list[Edge], n_ed
     extra.append(Edge(u, v, labels[0], labels[1], np.zeros((1, 1)), np.full((1, 1), WORKSPACE_BYTES)))
     for start, end in spans:
         account.hold(True, edge, start, end, "activations", (first.scope, first.id))
+
+
+def _hold_filled_up(table: CostTable, account: _Account, extra: list[Edge], n_edges: int) -> None:
+    """What several products read of a dimension that does not divide, while the first of them runs."""
+    for tensor, op_id, operand in read_by_several_products(table.graph, table.buffers):
+        u = int(table.class_of[op_id])
+        layouts = [strategy.operands[operand] for strategy in table.classes[u].strategies]
+        shape = table.graph.tensors[tensor].shape
+        uneven = [x is not None and not divides(shape, x, table.axis_sizes) for x in layouts]
+        held = np.array(uneven) * account.bytes_of(table, tensor, float(table.precision.held[tensor]), layouts)
+        if not held.any() or len(table.classes) < 2:
+            continue
+        start, v = int(table.buffers.time[op_id]), 0 if u else 1
+        account.hold(True, n_edges + len(extra), start, start + 1, "activations", _label(table, op_id, operand))
+        ends = np.zeros(len(table.classes[v].strategies), np.int64)
+        extra.append(Edge(u, v, np.arange(len(held)), ends, np.zeros((len(held), 1)), held[:, None]))
 
 
 def _in_tiles(table: CostTable, flow: Flow, account: _Account, ends: Sequence[Any], copies: np.ndarray) -> np.ndarray:
