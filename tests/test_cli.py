@@ -89,6 +89,9 @@ def test_a_budget_too_small_exits_with_1():
     ("changed", "said"),
     [
         (("--mesh", "data=2;model"), 'A mesh is written as "data=2,model=4"'),
+        (("--mesh", "data=\u00b2"), 'A mesh is written as "data=2,model=4"'),
+        (("--mesh", "data=" + "9" * 5000), 'A mesh is written as "data=2,model=4"'),
+        (("--memory-budget", "9" * 5000), "A size in bytes"),
         (("--hardware", "tpu-v5"), "Did you mean"),
         (("--memory-budget", "16Gb"), "'16Gb'"),
         (("--memory-budget", "0"), "0"),

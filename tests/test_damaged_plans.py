@@ -94,6 +94,10 @@ def replaced(saved, path, value):
         ),
         (("course", "segments", 0, 4), -1.0),
         (("course", "at_s", 0), 1e9),
+        (("course", "at_s", -1), 1e308),
+        (("course", "held", "parameters", 0), 1e308),
+        (("course", "segments", 0, 4), 1e308),
+        (("arguments", 0, "path"), "\ud800"),
         (("cost", "per_kind"), "x"),
         (("memory", "gradients"), "x"),
         (("signature", "args"), {"tree": {"shape": [float("inf")], "dtype": "float32"}}),
@@ -128,6 +132,7 @@ def test_deep_nesting_is_no_plan(tmp_path):
         (("placement", "via"), [[10**6, 0, []]]),
         (("placement", "via"), [[3, 0, [[5, 5]]]]),
         (("signature", "args", "tree", "tuple", 1, "dtype"), "float33"),
+        (("signature", "args", "tree"), None),
     ],
 )
 def test_binding_refuses_layouts_that_the_step_cannot_take(path, value, saved, tmp_path):

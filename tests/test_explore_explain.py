@@ -25,6 +25,12 @@ def fsdp():
 # -- explain -----------------------------------------------------------------------------------------------------------
 
 
+def test_where_memory_is_short_a_note_says_that_recomputation_is_the_plans(plan):
+    short = plan.what_if(memory_budget=plan.memory.peak_bytes)
+    assert any("what the plan does" in note for note in short.explain("wide/kernel").notes)
+    assert not any("what the plan does" in note for note in plan.explain("wide/kernel").notes)
+
+
 def test_every_alternative_is_the_best_plan_that_uses_it(plan):
     why = plan.explain("wide/kernel")
     assert {a.layout for a in why.alternatives} == set(divisible_layouts((1024, 4096), (2, 2)))

@@ -348,6 +348,33 @@ def test_two_sweeps_do_not_share_a_file(done, tmp_path):
     assert len(sweep(**AXES, output=path, workers=0)) == 6
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_another_sweep_adds_just_before_it_lets_go_stays(kind, tmp_path, monkeypatch):
+    path = tmp_path / f"results{kind}"
+
+    def row(case):
+        return {"case": case, "status": "optimal", "total_s": 1.0}
+
+    first = results.Store(path)
+    first.add(row("a"))
+    lock = results._lock
+
+    def late(file, of):
+        monkeypatch.setattr(results, "_lock", lock)
+        first.add(row("b"))
+        first.close()
+        lock(file, of)
+
+    monkeypatch.setattr(results, "_lock", late)
+    second = results.Store(path)
+    second.add(row("c"))
+    second.close()
+    assert [r["case"] for r in results.read(path)] == ["a", "b", "c"]
+    for no_path in (None, 3):
+        with pytest.raises(autoshard.InputShapeError, match="named by its path"):
+            load_sweep(no_path)
+
+
 # -- sweep files -------------------------------------------------------------------------------------------------------
 
 GOOD = 'models = ["explore_models:tiny"]\nmeshes = ["data=2"]\n'

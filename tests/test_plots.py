@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 
 import keras
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,6 +73,13 @@ def test_nothing_is_cut_off(name, budget):
     assert len(shown) > 4
     for text, box in shown.items():
         assert box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1, (text, box)
+
+
+def test_a_step_without_operations_has_no_course_to_draw(tmp_path):
+    plan = autoshard.optimize_fn(lambda x: x, (np.ones(64, np.float32),), {"data": 2}, progress=False)
+    for draw in (plan.plot.timeline, plan.plot.memory, lambda: plan.to_perfetto(tmp_path / "trace.json")):
+        with pytest.raises(InputShapeError, match="a step without operations"):
+            draw()
 
 
 def test_the_memory_figure_is_the_course():

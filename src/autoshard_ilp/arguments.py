@@ -62,7 +62,10 @@ def mapping(name: str, value: Any, of: str) -> None:
 def file_path(value: Any) -> Path:
     """``value`` as a path; InputShapeError where it is none."""
     try:
-        return Path(value)
+        path = Path(value)
+        if "\0" in str(path):
+            raise TypeError
+        return path
     except TypeError:
         raise InputShapeError(f"A file is named by its path, a string or os.PathLike. Received: {value!r}.") from None
 

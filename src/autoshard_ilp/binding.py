@@ -123,7 +123,10 @@ def _model_step(plan: Plan, model: Any, options: Mapping[str, Any]) -> Step:
 def _decoded(stored: Mapping[str, Any]) -> Any:
     """The remembered arguments; PlanFileError where they cannot be read."""
     try:
-        return structure.decode(stored)
+        found = structure.decode(stored)
+        if not isinstance(found, (tuple, list)):
+            raise TypeError(f"{type(found).__name__} instead of arguments")
+        return found
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise PlanFileError(
             "A plan file describes the arguments of its step. Received: a description that cannot be read "

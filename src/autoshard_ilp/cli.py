@@ -17,7 +17,7 @@ import typer
 import typer.core
 
 from autoshard_ilp import __version__, cli_explore
-from autoshard_ilp.cli_arguments import factory_of, parse_pins, with_origin
+from autoshard_ilp.cli_arguments import budget_of, factory_of, parse_pins, with_origin
 from autoshard_ilp.cli_calibrate import calibrate
 from autoshard_ilp.cli_options import (
     Baseline,
@@ -108,7 +108,7 @@ def plan(
     time_limit: Annotated[float, typer.Option(help="Seconds for the solver.", min=0.0)] = 60.0,
     relative_gap: Annotated[float, typer.Option(help="Stop at this gap; 0 proves optimality.", min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the solver.")] = 0,
-    workers: Annotated[int | None, typer.Option(help="Solver threads. [default: all cores]", min=1)] = None,
+    workers: Annotated[int | None, typer.Option(help="Solver threads. [default: 8]", min=1)] = None,
     strict: Annotated[bool, typer.Option("--strict", help="An operation without a sharding rule is an error.")] = False,
     compiled: Annotated[
         bool, typer.Option("--verify", help="Compile the plan, and plan again while it exceeds the budget.")
@@ -125,7 +125,7 @@ def plan(
     from autoshard_ilp.request import check_request
 
     spec = parse_mesh(mesh)
-    budget: str | int | None = int(memory_budget) if memory_budget and memory_budget.isdecimal() else memory_budget
+    budget = budget_of(memory_budget) if memory_budget else memory_budget
     pins = parse_pins(pin or [])
     solver = SolverOptions(time_limit=time_limit, relative_gap=relative_gap, seed=seed, workers=workers)
     check_request(spec, budget, hardware, pins, objective, solver)  # before the slow part

@@ -91,6 +91,11 @@ def _spec(text: str, pin: str) -> tuple[Any, ...]:
     return tuple(tuple(e) if isinstance(e, list) else e for e in entries)
 
 
+def budget_of(text: str) -> str | int:
+    """A memory budget as ``optimize`` takes it: plain digits are bytes, all else is read there."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else text
+
+
 def with_origin(plan: Any, origin: Mapping[str, Any]) -> Any:
     """The plan with what the command line made it from."""
     from dataclasses import replace

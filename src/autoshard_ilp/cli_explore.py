@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard_ilp.cli_arguments import factory_of, parse_pins, with_origin
+from autoshard_ilp.cli_arguments import budget_of, factory_of, parse_pins, with_origin
 from autoshard_ilp.cli_options import (
     Batch,
     Budget,
@@ -121,7 +121,7 @@ def pareto(
     from autoshard_ilp.mesh import parse_mesh
     from autoshard_ilp.program.model import SolverOptions
 
-    sizes = [int(b) if b.isdecimal() else b for b in budget] if budget else None
+    sizes = [budget_of(b) for b in budget] if budget else None
     options: dict[str, Any] = {"hardware": hardware, "batch_size": batch_size, "sequence_length": sequence_length}
     options |= {"mode": mode, "objective": objective, "remat": remat, "pins": parse_pins(pin or []) or None}
     spec, solver = parse_mesh(mesh), SolverOptions(time_limit=time_limit)
@@ -184,7 +184,7 @@ def mesh(
     if (axes is not None) != largest_batch:
         raise InputShapeError(f"--largest-batch needs --axes, and nothing else takes it. Received: --axes {axes}.")
     _check_outputs(output, plot, save)
-    budget: str | int | None = int(memory_budget) if memory_budget and memory_budget.isdecimal() else memory_budget
+    budget = budget_of(memory_budget) if memory_budget else memory_budget
     options: dict[str, Any] = {"memory_budget": budget, "sequence_length": sequence_length, "mode": mode}
     options |= {"objective": objective, "remat": remat, "solver": SolverOptions(time_limit=time_limit)}
     chips = _chips(hardware or [], devices)

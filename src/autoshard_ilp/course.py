@@ -11,7 +11,6 @@ file holds it, and a loaded plan shows what the fresh one did.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -331,6 +330,17 @@ def to_dict(course: Course) -> dict[str, Any]:
     }
 
 
+def without_course(plan: Any) -> str:
+    """Why a plan has no segments, as the end of a sentence."""
+    if plan.trail is not None or plan.course.at_s:
+        return "a plan of a step without operations: nothing is computed or sent."
+    return "a plan without one, from a file of an earlier version. Plan again."
+
+
+MOST_SECONDS, MOST_BYTES = 1e15, 1 << 60
+"""What no step takes, and no device has."""
+
+
 def from_dict(data: Mapping[str, Any]) -> Course:
     """A course from plain data; raises KeyError, TypeError, ValueError or IndexError on wrong fields."""
     names = [str(x) for x in data["names"]]
@@ -340,7 +350,7 @@ def from_dict(data: Mapping[str, Any]) -> Course:
         if min(layer, phase, kind, axes) < 0:
             raise ValueError("a segment refers to a name that does not exist")
         hidden = rest[0] if rest else 0.0
-        if len(rest) > 1 or not (0 <= seconds < math.inf and 0 <= hidden < math.inf):
+        if len(rest) > 1 or not (0 <= seconds < MOST_SECONDS and 0 <= hidden < MOST_SECONDS):
             raise ValueError("a segment takes no negative or endless time")
         where = (names[layer], names[phase], names[kind], names[axes])
         segments.append(Segment(*where, now, float(seconds), float(hidden)))
@@ -349,6 +359,8 @@ def from_dict(data: Mapping[str, Any]) -> Course:
     held = {str(k): tuple(int(x) for x in v) for k, v in data["held"].items()}
     if any(len(v) != len(at_s) for v in held.values()):
         raise ValueError("as many samples of memory as times")
-    if any(x < 0 for v in held.values() for x in v) or any(b < a for a, b in zip((0.0, *at_s), at_s, strict=False)):
-        raise ValueError("samples of memory ascend in time, and hold no less than nothing")
+    if any(not 0 <= x < MOST_BYTES for v in held.values() for x in v) or any(x > MOST_SECONDS for x in at_s):
+        raise ValueError("samples of memory are bytes of a device, at seconds of a step")
+    if any(b < a for a, b in zip((0.0, *at_s), at_s, strict=False)):
+        raise ValueError("samples of memory ascend in time")
     return Course(tuple(segments), at_s, held)

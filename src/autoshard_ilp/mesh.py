@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +99,7 @@ def parse_mesh(text: str) -> MeshSpec:
     names, sizes = [], []
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if not name.strip() or not size.strip().isdigit():
+        if not name.strip() or not re.fullmatch("[0-9]{1,18}", size.strip()):
             raise InputShapeError(f'A mesh is written as "data=2,model=4". Received: {text!r}.')
         names.append(name.strip())
         sizes.append(int(size))

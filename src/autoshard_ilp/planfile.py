@@ -66,6 +66,8 @@ def parsed(text: str, source: str = "a pickled plan") -> Plan:
     """
     try:
         data = json.loads(text, parse_constant=_no_number)
+        if "\\ud" in text.lower():  # half a character, which cannot be written anywhere
+            json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # of JSON, of numbers with too many digits
         raise _no_json(source, error) from error
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:

@@ -8,9 +8,9 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from autoshard_ilp.arguments import file_path
 from autoshard_ilp.errors import InputShapeError, SweepFileError
 from autoshard_ilp.mesh import MeshSpec, as_mesh, parse_mesh
 from autoshard_ilp.program.model import SolverOptions
@@ -105,7 +105,7 @@ def read_sweep(path: Any) -> dict[str, Any]:
     Raises:
         SweepFileError: missing, no TOML, an unknown key, an empty axis, a value of the wrong kind.
     """
-    source = Path(path)
+    source = file_path(path)
     try:
         data = tomllib.loads(source.read_text(encoding="utf-8"))
     except OSError as error:

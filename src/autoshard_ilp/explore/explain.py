@@ -38,6 +38,10 @@ from autoshard_ilp.sharding import Layout, divisible_layouts, to_partition_spec
 SHOWN_DIFFERENCES = 2
 
 
+NEARLY_FULL = 0.9
+"""Of the budget: a plan that takes more may be slower than one that recomputes more, or less."""
+
+
 @dataclass(frozen=True, eq=False)
 class Alternative:
     """One layout of the tensor, and the best plan that uses it.
@@ -189,6 +193,11 @@ def explain(plan: Plan, path: str, *, time_limit: float = 60.0, progress: Any = 
                     raise
                 notes = (*notes, f"Interrupted: {len(order) - position} other layouts were not looked at.")
                 break
+    room = problem.request.capacity
+    short = room is not None and any(a.proof == "infeasible" or a.peak_bytes > NEARLY_FULL * room for a in found)
+    if short and len(plan.trail.policies) > 1:  # type: ignore[union-attr]
+        policy = f"All lines recompute what the plan does ({plan.remat_policy}); another policy may be faster with one."
+        notes = (*notes, f"{policy} plan.what_if(pins=...) tries them.")
     found.sort(key=lambda a: (not a.chosen, a.proof == "infeasible", a.total_s))
     return Explanation(
         paths,

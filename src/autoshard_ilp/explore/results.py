@@ -205,21 +205,20 @@ class Store:
             raise SweepFileError(f"Results are written to a file in a directory that exists. Received: {path}.")
         if path.suffix == ".parquet":
             _parquet()
-        self.rows = {r["case"]: r for r in read(path)}
+        read(path)  # what is foreign or damaged is refused before there is a journal
         self._written = 0.0
         self._open()
 
     def _open(self) -> None:
         log = journal_of(self.path)
-        whole = 0
-        if log.exists():
-            whole = (_csv_rows if log.suffix == ".csv" else _journal_rows)(log)[1]
         try:
             self._file = open(log, "ab")  # noqa: SIM115  # stays open for the sweep
         except OSError as error:
             raise SweepFileError(f"A results file must be writable. Received: {log} ({error}).") from error
         _lock(self._file, self.path)
-        if log.exists() and log.stat().st_size > whole:
+        self.rows = {r["case"]: r for r in read(self.path)}  # only now: until here another sweep may have added some
+        whole = (_csv_rows if log.suffix == ".csv" else _journal_rows)(log)[1]
+        if log.stat().st_size > whole:
             self._file.truncate(whole)  # what a kill cut off
         if not whole and log.suffix == ".csv":
             self._append(_csv_line(COLUMNS))

@@ -98,7 +98,7 @@ def load_sweep(path: Any) -> Sweep:
     Raises:
         SweepFileError: missing, foreign or newer.
     """
-    source = Path(path)
+    source = file_path(path)
     if not source.exists() and not source.with_name(source.name + ".journal").exists():
         raise SweepFileError(f"A results file must exist. Received: {source}.")
     rows = tuple(read(source))

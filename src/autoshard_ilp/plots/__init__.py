@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoshard_ilp.course import without_course
 from autoshard_ilp.errors import InputShapeError
 
 if TYPE_CHECKING:
@@ -93,8 +94,5 @@ class Plots:
 
     def _with_course(self) -> Any:
         if not self._plan.course.segments:
-            raise InputShapeError(
-                "This figure shows the course of a step. Received: a plan without one, from a file of an earlier "
-                "version. Plan again."
-            )
+            raise InputShapeError(f"This figure shows the course of a step. Received: {without_course(self._plan)}")
         return self._plan

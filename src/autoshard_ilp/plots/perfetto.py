@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autoshard_ilp.arguments import file_path
-from autoshard_ilp.course import COMPUTE, Segment, behind_compute, op_events
+from autoshard_ilp.course import COMPUTE, Segment, behind_compute, op_events, without_course
 from autoshard_ilp.errors import InputShapeError, PlanFileError
 from autoshard_ilp.files import write_whole
 
@@ -32,10 +32,7 @@ def write(plan: Any, path: str | os.PathLike[str]) -> None:
         PlanFileError: the file cannot be written.
     """
     if not plan.course.segments:
-        raise InputShapeError(
-            "A trace shows the course of a step. Received: a plan without one, from a file of an earlier version. "
-            "Plan again."
-        )
+        raise InputShapeError(f"A trace shows the course of a step. Received: {without_course(plan)}")
     from autoshard_ilp.records import headline
 
     document = {
