@@ -98,9 +98,11 @@ def geometric_mean(ratios: Iterable[float]) -> float | None:
 
 def report(rows: list[Row], target: str | None) -> str:
     """The result file."""
+    found = dict.fromkeys(tuple(CASES[row["case"]].mesh.items()) for row in rows if row["case"] in CASES)
+    meshes = " and ".join("a mesh " + ", ".join(f"{name}={size}" for name, size in mesh) for mesh in found)
     versions = ", ".join(sorted({row["jax"] for row in rows if row.get("jax")}))
     parts = [
-        f"# Plan quality\n\n{machine()}\n\nTraining steps on a mesh data=2, model=4; jax {versions}. Loose: under the "
+        f"# Plan quality\n\n{machine()}\n\nTraining steps on {meshes}; jax {versions}. Loose: under the "
         "profile's usable memory; tight: under three quarters of the peak of the plan for that, or the first larger "
         "share, up to the smallest budget that is known to do, for which there is a plan. A baseline is the best plan "
         "of its kind under the same cost model (see `src/autoshard_ilp/baselines.py`; `keras_hub`: the layout map that "

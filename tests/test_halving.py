@@ -213,7 +213,8 @@ def problem(name: str, class_of: list[int], capacity: int | None = 1, share: flo
     classes = [SimpleNamespace(members=tuple(members[c])) for c in sorted(members)]
     layout = {"classes": classes, "class_of": np.array(class_of), "alike": np.array([0, 1, 1, 1, 1][: len(class_of)])}
     graph = SimpleNamespace(ops=[SimpleNamespace(phase="forward") for _ in class_of])
-    table = SimpleNamespace(first_share=share, graph=graph, **layout)
+    tied = any(len(c.members) > 1 for c in classes)
+    table = SimpleNamespace(first_share=share, graph=graph, tied=tied, **layout)
     nodes = [SimpleNamespace(costs=np.zeros(1)) for _ in classes]
     answers = {"cost": lambda x: float(x[0]), "peak": lambda x: 0}
     program = SimpleNamespace(capacity=capacity, nodes=nodes, edges=[], **answers)

@@ -29,16 +29,16 @@ def deep(count: int = 8) -> keras.Model:
 
 def test_the_step_is_flattened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its policies differ in what they recompute, not in the step."""
-    calls, whole = list[int](), flatten.flatten
+    calls, whole = list[int](), flatten.build_graph
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         calls.append(1)
-        return whole(*args)
+        return whole(*args, **options)
 
     mesh, options = {"data": 2}, {"batch_size": 4096, "hardware": "h100"}
     model = functools.partial(deep, 5)
     free = autoshard.optimize(model, mesh, remat="never", **options)  # type: ignore[arg-type]
-    monkeypatch.setattr(flatten, "flatten", counted)
+    monkeypatch.setattr(flatten, "build_graph", counted)
     plan = autoshard.optimize(model, mesh, int(0.7 * free.memory.peak_bytes), **options)  # type: ignore[arg-type]
     assert plan.remat, "the budget asks for recomputation, so more than one policy was tried"
     assert len(calls) == 1
