@@ -33,8 +33,8 @@ FIRST_PRICE = 0.1  # of the relaxed cost per capacity
 HARDLY = 1e-3
 """Relative distance of a plan to the bound without a capacity from which on the best plan without one may fit ..."""
 
-FREE_CELLS = 1_000_000
-"""... in programs of at most so many table cells ..."""
+FREE_NODES = 300
+"""... in programs of at most so many nodes: no whole model, for which a budget is met faster than that is shown ..."""
 
 FREE_SHARE = 0.4
 """... and what of the time left it is looked for in."""
@@ -132,7 +132,7 @@ class Constrained:
     def _hardly_dear(self) -> bool:
         """Whether the best plan costs hardly more than any without a capacity, in a program that is soon solved so."""
         search = self.search
-        if self.freed or search.best is None or sum(edge.table.size for edge in self.program.edges) > FREE_CELLS:
+        if self.freed or search.best is None or len(self.program.nodes) > FREE_NODES:
             return False
         return search.upper - search.without_memory <= HARDLY * abs(search.upper)
 
