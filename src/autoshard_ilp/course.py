@@ -28,6 +28,9 @@ MAX_SEGMENTS = 2000
 SAMPLES = 240
 """Samples of the memory curve, evenly spread over the step's seconds."""
 
+MOST_SECONDS, MOST_BYTES = 1e15, 1 << 60
+"""What no step takes, and no device has."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -335,10 +338,6 @@ def without_course(plan: Any) -> str:
     if plan.trail is not None or plan.course.at_s:
         return "a plan of a step without operations: nothing is computed or sent."
     return "a plan without one, from a file of an earlier version. Plan again."
-
-
-MOST_SECONDS, MOST_BYTES = 1e15, 1 << 60
-"""What no step takes, and no device has."""
 
 
 def from_dict(data: Mapping[str, Any]) -> Course:

@@ -2,9 +2,9 @@
 
 Every shard of an uneven dimension is as long as the first, and what is behind its end must not count, so products read
 it with zeros there (``manual``'s ``_filled_up``, or XLA's partitioner). An operand that has no buffer, such as the
-gradient of logits, is computed inside each of its products; filled up for two of them, XLA:TPU v5p computes it once and
-writes it. So it does not where only one of them, or each in another way, has it filled up, nor on v5e. (Compiled: two
-layers of GPT-2 on v5p, 50257 words in two shards: ``bf16[4,1024,25129]``, 206 MB beside the logits.)
+gradient of logits, is computed inside each of its products. Filled up alike for two of them, XLA:TPU v5p computes it
+once and writes it; v5e does not, nor does v5p where only one of them has it filled up. (Compiled: two layers of GPT-2
+on v5p, 50257 words in two shards: ``bf16[4,1024,25129]``, 206 MB beside the logits.)
 """
 
 from __future__ import annotations
