@@ -66,6 +66,18 @@ def test_budgets_of_ones_own(frontier):
     assert [p.total_s for p in found.points[1:]] == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_plan_is_asked_under_other_options(frontier):
+    plan = frontier.points[-1].plan
+    pins = {"wide/kernel": (None, "data")}
+    asked = pareto(plan, hardware="a100-80", pins=pins, objective="communication", remat="never", max_points=2)
+    best = plan.what_if(hardware="a100-80", pins=pins, objective="communication", remat="never")
+    point = asked.points[-1]
+    assert point.plan.cost.total_s == pytest.approx(best.cost.total_s, rel=1e-9) != plan.cost.total_s
+    assert point.plan.specs["wide/kernel"] == best.specs["wide/kernel"] and {p.remat for p in asked} == {"never"}
+    with pytest.raises(autoshard.InputShapeError, match="its own step. Received: a plan, and batch_size, mode"):
+        pareto(plan, batch_size=8, mode="predict")
+
+
 def test_it_says_when_it_stops_early():
     found = pareto(mlp, MESH, max_points=2, **OPTIONS)
     assert len(found) == 2 and not found.complete and "max_points=2" in found.status

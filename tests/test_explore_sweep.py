@@ -495,3 +495,8 @@ def test_a_report_names_an_error_once_and_what_a_bar_is_the_least_of(done, tmp_p
 def test_an_empty_sweep_reads_well():
     nothing = sweep_module.Sweep((), 3)
     assert "0 of 3" in nothing.text() and math.isnan(nothing.to_dataframe()["total_s"].mean())
+
+
+def test_what_is_no_model():
+    with pytest.raises(autoshard.InputShapeError, match="is text .* Received: 3 of type int"):
+        sweep(models=[3], meshes=[{"data": 2}])

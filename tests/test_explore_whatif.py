@@ -104,6 +104,7 @@ def test_no_plan_fits(plan, no_trace):
     error = caught.value
     assert error.minimum_budget_bound <= error.minimum_budget
     assert error.contributors and error.contributors[0][1] > 0 and not error.conflicts
+    assert f"exactly {error.minimum_budget} bytes" in str(error)
     fits = plan.what_if(memory_budget=error.minimum_budget)
     assert fits.memory.peak_bytes <= error.minimum_budget
 

@@ -10,6 +10,9 @@ from autoshard_ilp.garbage import collector_paused, old_objects_left
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.mesh import MeshSpec
 
+LARGEST_BATCH = 2**31 - 1
+"""JAX counts in integers of 32 bits."""
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -43,8 +46,9 @@ def trace(model: Any, mesh: MeshSpec, **options: Any) -> Any:
     from autoshard_ilp.trace import trace_model
 
     batch_size = options.get("batch_size")
-    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
-        raise InputShapeError(f"batch_size is a positive integer. Received: {batch_size!r}.")
+    whole = batch_size is None or (isinstance(batch_size, int) and not isinstance(batch_size, bool))
+    if not whole or (batch_size is not None and not 1 <= batch_size <= LARGEST_BATCH):
+        raise InputShapeError(f"batch_size is a positive integer of 31 bits. Received: {batch_size!r}.")
     traced = trace_model(model, device_count=mesh.size, **options)
     axes = [s for s in mesh.axis_sizes if s > 1]
     if axes and traced.batch_size > 1 and all(traced.batch_size % s for s in axes):

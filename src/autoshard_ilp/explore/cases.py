@@ -183,6 +183,8 @@ def _models(given: Any) -> dict[str, Any]:
         named = {}
         for model in _axis({"models": given if not callable(given) else [given]}, "models", None):
             name = model if isinstance(model, str) else getattr(model, "name", None) or getattr(model, "__name__", "")
+            if not (isinstance(model, str) or callable(model) or hasattr(model, "trainable_variables")):
+                raise _no_model(model)
             if not name or name in named:
                 raise InputShapeError(
                     f"The models of a sweep have different names. Received: {name!r}. Pass a mapping."
@@ -208,9 +210,13 @@ def _portable(name: str, model: Any) -> Any:
             return f"{module}:{qualname}"
     if callable(model) or hasattr(model, "trainable_variables"):
         return model
-    raise InputShapeError(
-        f"A model of a sweep is text (hub:PRESET, module:factory), a builder or a keras.Model. Received: {name!r}: "
-        f"{type(model).__name__}."
+    raise _no_model(model, f"{name!r}: ")
+
+
+def _no_model(given: Any, where: str = "") -> InputShapeError:
+    return InputShapeError(
+        "A model of a sweep is text (hub:PRESET, module:factory), a builder or a keras.Model. Received: "
+        f"{where}{given!r} of type {type(given).__name__}."
     )
 
 

@@ -166,11 +166,11 @@ def pareto(
     targets: Any = None,
     sample_weight: Any = None,
     sequence_length: int | None = None,
-    mode: str = "train",
+    mode: str | None = None,
     pins: Mapping[str, Any] | None = None,
-    objective: str = "step_time",
+    objective: str | None = None,
     solver: Any = None,
-    remat: str = "auto",
+    remat: str | None = None,
     progress: Any = None,
 ) -> Pareto:
     """Step time against memory budget: every breakpoint, each point a proved plan.
@@ -180,13 +180,14 @@ def pareto(
     ``Pareto.status`` says why.
 
     Args:
-        model: as for :func:`autoshard_ilp.optimize`; or a plan, whose model, mesh and options are then used.
-        mesh: as for ``optimize``; None with a plan.
+        model: as for :func:`autoshard_ilp.optimize`; or a plan, whose model, batch and mode are then used, and whose
+            mesh, hardware, pins, objective, solver and policies where none are given.
+        mesh: as for ``optimize``; None with a plan: the plan's own.
         budgets: sizes per device, such as "16GB"; the best plan within each. None: find the breakpoints.
         max_points: most plans looked for.
         time_limit: seconds for everything after the trace; None: no limit besides that of the solver per plan.
         hardware, batch_size, inputs, targets, sample_weight, sequence_length, mode, pins, objective, solver, progress:
-            as for ``optimize``.
+            as for ``optimize``; what describes the batch is not taken with a plan.
         remat: as for ``optimize``, but "auto" takes the best of the policies at every budget: no recomputation, all
             blocks, and where there are many blocks a quarter, half and three quarters of them.
 
@@ -203,25 +204,44 @@ def pareto(
             f"max_points={max_points!r}."
         )
     with Progress(progress).running() as shown:
+        names = {"batch_size": batch_size, "inputs": inputs, "targets": targets, "sample_weight": sample_weight}
+        options = {**names, "sequence_length": sequence_length, "mode": mode}
         if isinstance(model, Plan):
-            source, request, policies = _of_plan(model, mesh, solver)
+            source, request, policies = _of_plan(model, mesh, options, hardware, pins, objective, solver, remat)
         else:
-            names = {"batch_size": batch_size, "inputs": inputs, "targets": targets, "sample_weight": sample_weight}
-            options = {**names, "sequence_length": sequence_length, "mode": mode}
-            source, request, policies = _of_model(model, mesh, options, hardware, pins, objective, solver, remat, shown)
+            options["mode"] = "train" if mode is None else mode
+            aim, chosen = "step_time" if objective is None else objective, "auto" if remat is None else remat
+            source, request, policies = _of_model(model, mesh, options, hardware, pins, aim, solver, chosen, shown)
         deadline = time.monotonic() + (math.inf if time_limit is None else time_limit)
         problems = [Policy(source.problem(p, request, shown)) for p in source.different(policies, shown, between=True)]
         search = Frontier(problems, max_points, deadline, shown)
         return _at_budgets(search, sizes, source, request) if sizes else _breakpoints(search, source, request)
 
 
-def _of_plan(plan: Plan, mesh: Any, solver: Any) -> tuple[Source, Any, tuple[str, ...]]:
+def _of_plan(
+    plan: Plan,
+    mesh: Any,
+    options: dict[str, Any],
+    hardware: Any,
+    pins: Any,
+    objective: str | None,
+    solver: Any,
+    remat: str | None,
+) -> tuple[Source, Any, tuple[str, ...]]:
     from autoshard_ilp.explore.whatif import changed_request, with_trail
+    from autoshard_ilp.request import remat_policies
 
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise InputShapeError(
+            f"The frontier of a plan is that of its own step. Received: a plan, and {', '.join(given)}. Leave them "
+            "out, or pass the model."
+        )
     plan = with_trail(plan)
     assert plan.trail is not None
-    request = changed_request(plan.trail.request, None, None, None, mesh, None, solver)
-    return Source.of_plan(plan), request, plan.trail.policies or (plan.remat_policy,)
+    request = changed_request(plan.trail.request, pins, None, objective, mesh, hardware, solver)
+    policies = remat_policies(remat, plan.mode) if remat is not None else plan.trail.policies
+    return Source.of_plan(plan), request, policies or (plan.remat_policy,)
 
 
 def _of_model(
