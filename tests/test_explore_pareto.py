@@ -74,7 +74,7 @@ def test_a_plan_is_asked_under_other_options(frontier):
     point = asked.points[-1]
     assert point.plan.cost.total_s == pytest.approx(best.cost.total_s, rel=1e-9) != plan.cost.total_s
     assert point.plan.specs["wide/kernel"] == best.specs["wide/kernel"] and {p.remat for p in asked} == {"never"}
-    with pytest.raises(autoshard.InputShapeError, match="its own step. Received: a plan, and batch_size, mode"):
+    with pytest.raises(autoshard.InputShapeError, match=r"its own step. Received: a plan, and batch_size, mode"):
         pareto(plan, batch_size=8, mode="predict")
 
 

@@ -498,5 +498,5 @@ def test_an_empty_sweep_reads_well():
 
 
 def test_what_is_no_model():
-    with pytest.raises(autoshard.InputShapeError, match="is text .* Received: 3 of type int"):
+    with pytest.raises(autoshard.InputShapeError, match=r"is text .* Received: 3 of type int"):
         sweep(models=[3], meshes=[{"data": 2}])

@@ -49,8 +49,8 @@ def infeasible(failures: Sequence[Failure], request: Request, found: int | None 
     named = f" It fits without the pins {', '.join(pins)}." if pins else ""
     return InfeasibleError(
         f"No plan fits the memory budget. Received: {format_bytes(request.capacity)} per device on a mesh of "
-        f"{request.mesh}. The {smallest} is {format_bytes(upper)}, exactly {upper} bytes{proved}; at its peak: {largest}."
-        f"{named} Raise memory_budget, use more devices, or a smaller batch.",
+        f"{request.mesh}. The {smallest} is {format_bytes(upper)}, exactly {upper} bytes{proved}; at its peak: "
+        f"{largest}.{named} Raise memory_budget, use more devices, or a smaller batch.",
         minimum_budget=upper,
         minimum_budget_bound=lower,
         contributors=memory.contributors,
