@@ -14,7 +14,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from keras import layers, ops
 
@@ -235,7 +235,9 @@ def test_a_slice_that_does_not_exist_is_refused() -> None:
         ({"up/kernel": P("data", "data")}, ("twice",)),
         ({"up/kernel": P(("model", "data"))}, ("mesh order",)),
         ({"up/bias": P("data", "model")}, ("up/bias", "(32,)")),
-        ({"up/kernel": 5}, ("5",)),
+        ({"up/kernel": 5}, ("5 of type int", "a tuple of them")),
+        ({"up/kernel": P(P.UNCONSTRAINED, "data")}, ("UNCONSTRAINED", "per dimension None")),
+        ({"up/kernel": NamedSharding(jax.make_mesh((1,), ("data",)), P("data"))}, ("NamedSharding", "Pass its .spec")),
         ({"up/kernel": ("data", 5)}, ("5",)),
         ({"outputs/loss": ("data",)}, ("outputs/loss",)),
     ],

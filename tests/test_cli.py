@@ -432,6 +432,14 @@ def test_stdout_that_takes_nothing_exits_with_2():
     assert process.returncode == 2
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.parametrize("arguments", [("explain", "no.json", "kernel"), ("nosuch",)])
+def test_stderr_that_takes_nothing_leaves_the_exit_code(arguments):
+    with open("/dev/full", "w") as full:
+        found = subprocess.run([sys.executable, "-m", "autoshard_ilp", *arguments], stderr=full, stdout=full)
+    assert found.returncode == 2
+
+
 def test_jax_platforms_that_do_not_exist_exit_with_2():
     environment = {**os.environ, "JAX_PLATFORMS": "abacus"}
     command = [sys.executable, "-m", "autoshard_ilp", *PLAN]

@@ -98,6 +98,10 @@ def replaced(saved, path, value):
         (("course", "held", "parameters", 0), 1e308),
         (("course", "segments", 0, 4), 1e308),
         (("arguments", 0, "path"), "\ud800"),
+        (("lower_bound",), -1.0),
+        (("lower_bound",), 1e3),  # of a step of microseconds
+        (("gap",), 0.5),
+        (("specs",), {}),
         (("cost", "per_kind"), "x"),
         (("memory", "gradients"), "x"),
         (("signature", "args"), {"tree": {"shape": [float("inf")], "dtype": "float32"}}),

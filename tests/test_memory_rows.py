@@ -208,6 +208,7 @@ def test_a_budget_of_exactly_the_minimum_and_one_byte_less(program: Program) -> 
     if not peaks:
         return
     least = min(peaks)
+    assert 0 <= program.least_peak() <= least
     exact = solve(dataclasses.replace(program, capacity=least), OPTIONS)
     assert exact.status == "optimal" and exact.peak_bytes == least
     if least:

@@ -197,6 +197,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
     times = st.dictionaries(NAMES, SECONDS, max_size=2)
     contributors = st.lists(st.tuples(NAMES, st.integers(0, 2**50)), max_size=2).map(tuple)
+    total, gap = draw(st.floats(1e-9, 1e3)), draw(st.floats(0, 1))
     return Plan(
         mesh=MeshSpec(tuple(axes), sizes),
         hardware=draw(NAMES),
@@ -205,14 +206,14 @@ def plans(draw: st.DrawFn) -> Plan:
         objective="step_time",
         arguments=arguments,
         results=tuple(leaf(f"outputs/{i}") for i in range(draw(st.integers(0, 2)))),
-        cost=Cost(draw(SECONDS), draw(SECONDS), draw(SECONDS), draw(times), draw(times), draw(SECONDS)),
+        cost=Cost(total, draw(SECONDS), draw(SECONDS), draw(times), draw(times), draw(SECONDS)),
         collectives=tuple(draw(st.lists(collective, max_size=2))),
         memory=Memory(
             draw(st.integers(0, 2**50)), draw(st.none() | st.integers(1, 2**50)), contributors=draw(contributors)
         ),
         status=draw(st.sampled_from(["optimal", "feasible"])),
-        lower_bound=draw(st.floats(-math.inf, 1e3)),
-        gap=draw(st.floats(0, 1)),
+        lower_bound=total * (1 - gap),
+        gap=gap,
         timings=draw(times),
         placement=Placement(choices, of_op, draw(NAMES)),
         unknown=tuple(draw(st.lists(NAMES, max_size=2))),

@@ -266,6 +266,29 @@ def test_policies_left_as_too_dear_are_taken_up_where_they_may_be_faster(any_pla
     assert "no faster plan was found" in found.plan.notes[-1]
 
 
+@pytest.mark.parametrize(("bound", "status"), [(7.0, "feasible"), (9.995, "optimal"), (12.0, "optimal")])
+def test_a_policy_left_open_counts_in_what_is_proved(bound: float, status: str, any_plan: Plan) -> None:
+    """The plan of all blocks is proved to be the best that recomputes; without any, one may take ``bound`` seconds."""
+
+    def plan(policy: str, seconds: float, proved: str, lower: float) -> Plan:
+        assert any_plan.trail is not None
+        solution = replace(any_plan.trail.solution, objective=seconds, status=proved, lower_bound=lower)
+        trail = replace(any_plan.trail, solution=solution)
+        return replace(any_plan, remat_policy=policy, cost=_Cost(seconds), lower_bound=lower, trail=trail)
+
+    def tried(policy: str, seconds: float, worse_than: float, dear: float) -> Any:
+        if policy == "never":
+            return plan("never", 20.0, "feasible", bound)
+        return plan("full", 10.0, "optimal", 10.0) if policy == "full" else policy
+
+    found = search(POLICIES, tried, lambda failed: 1, 100.0, dear=lambda plan: 0.1)
+    assert found.plan is not None and found.plan.remat_policy == "full"
+    told = found.proved(found.plan)
+    assert told.lower_bound == min(bound, 10.0) and told.status == status
+    assert told.gap == pytest.approx(1 - min(bound, 10.0) / 10.0 if bound < 10 else any_plan.gap)
+    assert ("it is not proved that there is none" in told.notes[-1]) == (status == "feasible")
+
+
 def _costing(any_plan: Plan, seconds: float) -> Plan:
     assert any_plan.trail is not None
     solution = replace(any_plan.trail.solution, objective=seconds)

@@ -18,6 +18,7 @@ from autoshard_ilp.errors import InputShapeError, PlanFileError, PlanMismatchErr
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.placement import fingerprint as graph_fingerprint
 from autoshard_ilp.placement import misfit, primitive_counts
+from autoshard_ilp.renaming import named_as
 from autoshard_ilp.step import Step
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def bind(plan: Plan, target: Any, **options: Any) -> Plan:
         raise PlanFileError(
             f"A plan says where every tensor of its step lies. Received: a plan whose {damage}. Plan again."
         )
-    return replace(plan, executable=step, signature=signature_of(step))
+    return replace(named_as(plan, step), executable=step, signature=signature_of(step))
 
 
 def _traced_model(plan: Plan, model: Any, options: Mapping[str, Any]) -> Step:

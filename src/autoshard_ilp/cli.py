@@ -36,8 +36,10 @@ from autoshard_ilp.cli_options import (
     Remat,
 )
 from autoshard_ilp.console import (
+    BAD_INPUT,
     INTERRUPTED,
     keep,
+    lead_nowhere,
     only_ascii,
     prepare,
     print_json,
@@ -335,3 +337,6 @@ def main() -> None:
     except KeyboardInterrupt:
         say("interrupted")
         sys.exit(INTERRUPTED)
+    except OSError:  # the parser's own message of bad input, on a stream that takes none
+        lead_nowhere(sys.stderr)
+        sys.exit(BAD_INPUT)

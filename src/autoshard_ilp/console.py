@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 import typer
 
@@ -155,7 +155,10 @@ def reserve_streams() -> None:
 def say(message: str) -> None:
     """One message on stderr, whatever the locale can print."""
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    print(message.encode(encoding, "replace").decode(encoding), file=sys.stderr)
+    try:
+        print(message.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
+    except OSError:  # nobody reads it: the exit code must do
+        lead_nowhere(sys.stderr)
 
 
 def print_text(text: str) -> None:
@@ -173,10 +176,15 @@ def _printed(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        with open(os.devnull, "wb") as nothing:  # takes what is still in the buffer, when Python ends
-            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        lead_nowhere(sys.stdout)
         if not isinstance(error, BrokenPipeError):  # a reader such as head that has seen enough is no error
             raise InputShapeError(f"Results go to stdout, which must take them. Received: {error}.") from error
+
+
+def lead_nowhere(stream: TextIO) -> None:
+    """A stream that takes nothing: what is in its buffer would fail once more when Python ends."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
 
 
 def keep(path: Path, data: bytes) -> None:

@@ -85,15 +85,35 @@ class Means:
 
 @dataclass
 class Found:
-    """What a search found: the best plan that fits, or none, and the failures on the way."""
+    """What a search found.
+
+    Attributes:
+        plan: the best one that fits, or none.
+        failures: on the way.
+        open: bound in seconds of every policy for all blocks that was tried, of plans that were not found.
+    """
 
     plan: Plan | None = None
     failures: list[Any] = field(default_factory=list)
+    open: dict[str, float] = field(default_factory=dict)
 
     def offer(self, plan: Plan) -> None:
         """Takes the plan if it is faster than the one there is."""
         if self.plan is None or plan.cost.total_s < self.plan.cost.total_s:
             self.plan = plan
+
+    def least(self) -> float:
+        """No plan under another policy that was tried is faster than this, in seconds."""
+        others = (bound for policy, bound in self.open.items() if self.plan is None or policy != self.plan.remat_policy)
+        return min(others, default=math.inf)
+
+    def proved(self, plan: Plan) -> Plan:
+        """``plan``, the found one or one made of it, with what is proved of all policies tried together."""
+        least, total = self.least(), plan.cost.total_s if plan.trail is None else plan.trail.solution.objective
+        if not least < plan.lower_bound:
+            return plan
+        gap = 1.0 - least / total
+        return replace(plan, lower_bound=least, gap=gap, status="feasible" if gap > 1.01 * GAIN else plan.status)
 
     def add_note(self, note: str) -> None:
         """Says more of the plan."""

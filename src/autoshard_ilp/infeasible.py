@@ -80,7 +80,8 @@ def _smallest_budget(failures: Sequence[Failure], request: Request) -> tuple[Any
         answer = minimum_capacity(failure.built.program, request.solver, beyond=beyond, seconds=seconds)
         found.append((failure.built, *answer))
     built, _, upper, choices = min(found, key=lambda item: item[2])
-    return built, min(lower for _, lower, _, _ in found), upper, choices
+    lower = min(lower for _, lower, _, _ in found)
+    return built, min(upper, max(lower, request.capacity + 1)), upper, choices  # nothing fits the budget itself
 
 
 def _pins_at_fault(failures: Sequence[Failure], request: Request, pins: list[str]) -> list[str]:

@@ -142,7 +142,13 @@ def _layout(
     try:
         entries = tuple(spec)
         layout = from_partition_spec(entries, axis_names)
-    except (ValueError, TypeError) as error:
+    except TypeError:
+        instead = "its .spec" if hasattr(spec, "spec") else 'for instance PartitionSpec(None, "model")'
+        raise InputShapeError(
+            f"A pin's value is a PartitionSpec: per dimension None, one of the mesh axes {tuple(axis_names)}, or a "
+            f"tuple of them. Received: {text!r}: {spec!r} of type {type(spec).__name__}. Pass {instead}."
+        ) from None
+    except ValueError as error:
         raise InputShapeError(
             f"A pin's value is a PartitionSpec of mesh axes {tuple(axis_names)}. Received: {text!r}: {spec!r}. {error}."
         ) from None

@@ -21,6 +21,8 @@ from autoshard_ilp.sharding import divides
 
 FORMAT = "autoshard-ilp plan"
 VERSION = 1
+AGREE = 1e-3
+"""Relative difference of what one number says and others do: bounds may be rounded."""
 _DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
@@ -126,7 +128,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "timings": dict(plan.timings),
         "origin": dict(plan.origin),
         "signature": dict(plan.signature),
-        "specs": {path: [list(e) if isinstance(e, tuple) else e for e in spec] for path, spec in plan.specs.items()},
+        "specs": _plain(plan.specs),
         "arguments": [dataclasses.asdict(x) for x in plan.arguments],
         "results": [dataclasses.asdict(x) for x in plan.results],
         "cost": dataclasses.asdict(plan.cost),
@@ -162,7 +164,7 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
     if any(not 0 <= i < len(choices) for i in stored["of_op"]):
         raise ValueError("placement refers to a choice that does not exist")
     names = ("hardware", "mode", "batch_size", "objective", "status", "lower_bound", "gap")
-    return Plan(
+    plan = Plan(
         mesh=mesh,
         **{name: data[name] for name in names},
         remat_policy=data["remat_policy"],
@@ -186,6 +188,24 @@ def from_dict(data: Mapping[str, Any]) -> Plan:
             tuple((str(name), int(count)) for name, count in stored["primitives"]),
         ),
     )
+    _agrees(plan, data.get("specs"))
+    return plan
+
+
+def _agrees(plan: Plan, specs: Mapping[str, Any] | None) -> None:
+    """ValueError where a file says a thing twice, and otherwise."""
+    total, bound = plan.cost.total_s, plan.lower_bound
+    if plan.objective == "step_time" and total > 0:
+        if bound > total * (1 + AGREE):
+            raise ValueError(f"lower_bound {bound:g} of a step that takes {total:g} s")
+        if abs(plan.gap - max(0.0, 1 - bound / total)) > AGREE:
+            raise ValueError(f"gap {plan.gap:g} between lower_bound {bound:g} and cost.total_s {total:g}")
+    if specs is not None and json.loads(json.dumps(_plain(plan.specs))) != specs:
+        raise ValueError("specs that are not the layouts of arguments and results")
+
+
+def _plain(specs: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: [list(e) if isinstance(e, tuple) else e for e in spec] for path, spec in specs.items()}
 
 
 def _signature(stored: Mapping[str, Any]) -> dict[str, Any]:

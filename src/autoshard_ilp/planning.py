@@ -87,7 +87,7 @@ def _search(
         plan, failures = any_plan(found.failures, request, progress, make, left)
         return with_history(plan, policies, failures)
     left = limit - (time.monotonic() - began)
-    return without_ties(with_history(found.plan, policies, found.failures), progress, left)
+    return found.proved(without_ties(with_history(found.plan, policies, found.failures), progress, left))
 
 
 def _maker(

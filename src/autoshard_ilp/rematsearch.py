@@ -151,6 +151,8 @@ def search(
 
     def asked(policy: str, seconds: float, cutoff: float, share_of_budget: float) -> Any:
         answer = tried(policy, seconds, cutoff, share_of_budget)
+        if policy in policies:
+            found.open[policy] = max(found.open.get(policy, -math.inf), _not_below(answer, cutoff))
         if isinstance(answer, Plan) and _was_interrupted(answer):
             found.offer(answer)
             raise KeyboardInterrupt
@@ -163,6 +165,17 @@ def search(
             raise
         found.add_note(f"Interrupted: the best plan found until then; it recomputes {found.plan.remat_policy!r}.")
     return found
+
+
+def _not_below(answer: Any, cutoff: float) -> float:
+    """Seconds that no plan of a policy that was not found falls short of; ``cutoff``: what only better plans were
+    wanted than."""
+    solution = answer.trail.solution if isinstance(answer, Plan) and answer.trail else getattr(answer, "solution", None)
+    if solution is None:
+        return math.inf
+    if isinstance(answer, Plan):
+        return math.inf if solution.status == "optimal" else float(solution.lower_bound)
+    return cutoff if is_infeasible(answer) else float(solution.lower_bound)
 
 
 def _was_interrupted(plan: Plan) -> bool:
@@ -314,8 +327,13 @@ def _explain(found: Found, first: Plan, dear: Callable[[Plan], float], untried: 
             f"Recomputation ({best.remat_policy}) although a plan without any fits: that one's step would take "
             f"{first.cost.total_s / best.cost.total_s:.2f} times as long."
         )
-    else:
+    elif found.least() >= worth(best):
         note = f"Recomputation ({best.remat_policy}) although a plan without any fits: none of those is faster."
+    else:
+        note = (
+            f"Recomputation ({best.remat_policy}) although a plan without any fits: no faster one of those was found, "
+            f"but it is not proved that there is none; the gap says how much faster it could be."
+        )
     if untried:
         note = f"{note[:-1]} (not tried, for lack of time: {', '.join(untried)})."
     found.add_note(note)

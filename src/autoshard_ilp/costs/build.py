@@ -287,7 +287,7 @@ def _hold_workspace(table: CostTable, account: _Account, extra: list[Edge], n_ed
     edge = n_edges + len(extra)
     extra.append(Edge(u, v, labels[0], labels[1], np.zeros((1, 1)), np.full((1, 1), WORKSPACE_BYTES)))
     for start, end in spans:
-        account.hold(True, edge, start, end, "activations", (first.scope, first.id))
+        account.hold(True, edge, start, end, "activations", ("workspace of cuBLAS", first.id))
 
 
 def _hold_filled_up(table: CostTable, account: _Account, extra: list[Edge], n_edges: int) -> None:

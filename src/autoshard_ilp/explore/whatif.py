@@ -162,9 +162,9 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         made, failures = any_plan(found.failures, request, progress, make, limit - (time.monotonic() - began))
         return with_history(made, policies, failures)
     made = with_history(found.plan, policies, found.failures)
-    if made.trail is None or len(made.trail.graph.ops) > NODES:
-        return made
-    return without_ties(made, progress, limit - (time.monotonic() - began))
+    if made.trail is not None and len(made.trail.graph.ops) <= NODES:
+        made = without_ties(made, progress, limit - (time.monotonic() - began))
+    return found.proved(made)
 
 
 def _still_best(plan: Plan, request: Any, policies: tuple[str, ...]) -> bool:

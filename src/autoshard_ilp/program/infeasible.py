@@ -138,7 +138,7 @@ class _Minimum:
         self.deadline = began + min(options.time_limit, seconds)
         self.enough, self.beyond = enough, beyond
         self.owners, self.rows = Owners(program), list[Row]()
-        self.lower, self.upper = 0, -1
+        self.lower, self.upper = program.least_peak(), -1
         self.priced = 0  # steps with prices so far
         self.best: np.ndarray | None = None
         self.used: list[np.ndarray] = []

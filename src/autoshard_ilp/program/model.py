@@ -106,17 +106,26 @@ class Program:
 
         Bytes on the chip are left out, also where they are more than what is held: the largest value is the peak.
         """
+        node_bytes = [0 if n.bytes is None else n.bytes[s] for n, s in zip(self.nodes, choices, strict=True)]
+        edge_bytes = [
+            0 if e.bytes is None else e.bytes[e.u_labels[choices[e.u]], e.v_labels[choices[e.v]]] for e in self.edges
+        ]
+        return self._held_over_time(node_bytes, edge_bytes)
+
+    def least_peak(self) -> int:
+        """Bytes that no choices hold less than at some time: those of every owner's own least, together."""
+        usage = self._held_over_time(
+            [_least(n.bytes, n.costs) for n in self.nodes], [_least(e.bytes, e.table) for e in self.edges]
+        )
+        return max(0, int(usage.max())) if len(usage) else 0
+
+    def _held_over_time(self, node_bytes: Sequence[int], edge_bytes: Sequence[int]) -> np.ndarray:
         lt = self.lifetimes
         if not len(lt.owner):
             return np.zeros(0, np.int64)
-        node_bytes = np.array([0 if n.bytes is None else n.bytes[s] for n, s in zip(self.nodes, choices, strict=True)])
-        edge_bytes = np.array(
-            [0 if e.bytes is None else e.bytes[e.u_labels[choices[e.u]], e.v_labels[choices[e.v]]] for e in self.edges],
-            dtype=np.int64,
-        )
         held = np.empty(len(lt.owner), np.int64)
-        held[~lt.is_edge] = node_bytes[lt.owner[~lt.is_edge]]
-        held[lt.is_edge] = edge_bytes[lt.owner[lt.is_edge]]
+        held[~lt.is_edge] = np.array(node_bytes, np.int64)[lt.owner[~lt.is_edge]]
+        held[lt.is_edge] = np.array(edge_bytes, np.int64)[lt.owner[lt.is_edge]]
         delta = np.zeros(int(lt.end.max()) + 1, np.int64)
         np.add.at(delta, lt.start, held)
         np.add.at(delta, lt.end, -held)
@@ -128,6 +137,14 @@ class Program:
         """Largest usage over time in bytes."""
         usage = self.usage_over_time(choices)
         return int(usage.max()) if len(usage) else 0
+
+
+def _least(held: np.ndarray | None, costs: np.ndarray) -> int:
+    """The least of some bytes among finite costs."""
+    if held is None:
+        return 0
+    allowed = np.asarray(held)[np.isfinite(costs)]
+    return int(allowed.min()) if allowed.size else 0
 
 
 @dataclass(frozen=True)
