@@ -74,8 +74,9 @@ class Plan:
         cost, collectives, memory: predictions, see :mod:`autoshard_ilp.report`.
         status: "optimal", proved for the program that was solved, or "feasible". Where repeated layers share decisions,
             that program has fewer plans than the step.
-        lower_bound: seconds; no plan of the step is faster, tied or not, unless ``notes`` say that there was no time to
-            show that. ``gap`` = (total - bound) / total.
+        lower_bound: seconds; no plan of the step is faster, tied or not, under any of the recomputation policies that
+            were tried for all blocks, unless ``notes`` say that there was no time to show that. ``gap`` = (total -
+            bound) / total.
         timings: seconds per stage.
         placement: layouts of every operation.
         remat_policy, remat: rematerialisation policy, and the layers whose activations are recomputed under it.

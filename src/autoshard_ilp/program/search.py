@@ -19,8 +19,6 @@ PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below
 ROUGHLY = 0.1  # relative gap, to a plan or a cutoff, that is as good as needed where memory is too dear
 BETTER = 5e-3  # relative: a plan that is better by this is a step ..
 STEP_SHARE = 0.25  # .. and the next one may take so much of the time that the last one was found in
-FAR = 0.2  # share that memory adds to the best plan: another program is likelier to have a better one ..
-FAR_PART = 0.5  # .. than the rest of the time is to find one
 
 
 @dataclass
@@ -34,8 +32,7 @@ class Search:
     cutoff: float = math.inf  # seconds: only cheaper plans are wanted
     plan_seconds: float = math.inf  # for any plan
     steady_seconds: float = math.inf  # after which it ends unless plans are getting better
-    dear: float = 1.0  # share of the objective: enough is known once memory is proved to add more than this, or, after
-    # half of the time, adds far more to the best plan
+    dear: float = 1.0  # share of the objective: enough is known once memory is proved to add more than this
     without_memory: float = -math.inf  # seconds: a bound of the optimum without memory
     proved: float = -math.inf  # seconds: a lower bound, memory included, from before
     best: np.ndarray | None = None
@@ -61,10 +58,7 @@ class Search:
         """
         if self.best is None:
             return self._start + min(self.options.time_limit, self.plan_seconds, self.steady_seconds)
-        last = self.last_deadline
-        if self.dear < 1 and 0 < self.without_memory <= self.upper * (1 - FAR):
-            last = self._start + FAR_PART * self.options.time_limit
-        return min(last, self._start + max(self.steady_seconds, (1 + STEP_SHARE) * self.step[1]))
+        return min(self.last_deadline, self._start + max(self.steady_seconds, (1 + STEP_SHARE) * self.step[1]))
 
     @property
     def last_deadline(self) -> float:
