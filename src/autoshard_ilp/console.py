@@ -23,12 +23,12 @@ import typer
 
 from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError
 from autoshard_ilp.files import write_whole
+from autoshard_ilp.interrupts import dropped_come_again, interrupt_again
 from autoshard_ilp.render import only_ascii as only_ascii
 from autoshard_ilp.render import printable
 
 INFEASIBLE, BAD_INPUT, FAULT, INTERRUPTED = 1, 2, 3, 130
 """Exit codes other than 0."""
-AGAIN_SECONDS = 0.05
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,7 +45,7 @@ class _Interrupts:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.seen = True
         if loads_extension(frame):
-            _interrupt_again()
+            interrupt_again()
             return
         raise KeyboardInterrupt
 
@@ -58,15 +58,6 @@ def loads_extension(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _interrupt_again() -> None:
-    """Soon, and to the main thread: a signal that another thread raises would not end its waiting."""
-    main = threading.main_thread().ident
-    assert main is not None
-    timer = threading.Timer(AGAIN_SECONDS, signal.pthread_kill, [main, signal.SIGINT])
-    timer.daemon = True
-    timer.start()
 
 
 def was_interrupted() -> bool:
@@ -83,14 +74,6 @@ def _remembering_interrupts() -> Iterator[None]:
         yield
         return
     signal.signal(signal.SIGINT, _Interrupts())
-    ignored = sys.unraisablehook
-
-    def once_more(event: Any) -> None:
-        """Where Python drops an interrupt (in a callback of its collector, in a destructor), it comes again."""
-        if issubclass(event.exc_type, KeyboardInterrupt):
-            _interrupt_again()
-        else:
-            ignored(event)
 
     def printed(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """An extension that is interrupted while it loads prints the error and goes on."""
@@ -98,15 +81,15 @@ def _remembering_interrupts() -> Iterator[None]:
             uncaught(kind, error, trace)
 
     uncaught, sys.excepthook = sys.excepthook, printed
-    sys.unraisablehook = once_more
     try:
-        yield
+        with dropped_come_again():
+            yield
     except Exception as error:
         if was_interrupted() and not isinstance(error, typer.Exit | typer.Abort):
             raise KeyboardInterrupt from error
         raise
     finally:
-        sys.unraisablehook, sys.excepthook = ignored, uncaught
+        sys.excepthook = uncaught
         signal.signal(signal.SIGINT, before)
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from autoshard_ilp.errors import InputShapeError
+from autoshard_ilp.interrupts import dropped_come_again
 
 
 class Progress:
@@ -31,11 +32,12 @@ class Progress:
 
     @contextmanager
     def running(self) -> Iterator[Progress]:
-        """Shows the spinner while the block runs."""
+        """Shows the spinner while the block runs, in which no interrupt is lost."""
         if not self._draw:
-            yield self
+            with dropped_come_again():
+                yield self
             return
-        with _notebook_line() if _in_notebook() else _terminal_line() as status:
+        with dropped_come_again(), _notebook_line() if _in_notebook() else _terminal_line() as status:
             self._status = status
             try:
                 yield self
