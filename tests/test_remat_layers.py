@@ -132,7 +132,8 @@ def test_the_fewest_blocks_that_fit_are_recomputed(room: float, policy: str, any
 @pytest.mark.parametrize(
     ("dear", "never_s", "policy", "asked"),
     [
-        (0.05, 10.0, "never", ["never"]),
+        (0.01, 10.0, "never", ["never"]),
+        (0.02, 10.0, "never", ["never", "selective", "full"]),  # quick, so it costs little to be sure
         (0.06, 10.0, "never", ["never", "selective", "full"]),  # 16 and 48 seconds
         (0.06, 40.0, "selective", ["never", "selective", "full"]),
         (0.9, 100.0, "selective", ["never", "selective", "full"]),
@@ -264,6 +265,27 @@ def test_policies_left_as_too_dear_are_taken_up_where_they_may_be_faster(any_pla
     assert asked == [*first, ("never", below_10, 1.0)], "9.5 s at least is slower than the 9 s found by then"
     assert found.plan is not None and found.plan.remat_policy == "never" and found.plan.cost.total_s == 9.0
     assert "no faster plan was found" in found.plan.notes[-1]
+
+
+@pytest.mark.parametrize(("status", "asked"), [("optimal", ["never"]), ("feasible", ["never", "selective", "full"])])
+def test_where_a_plan_takes_long_recomputation_is_tried_if_it_is_not_proved(
+    status: str, asked: list[str], any_plan: Plan
+) -> None:
+    """The budget adds four percent; a proof that takes long is believed."""
+    now, tries = [0.0], list[str]()
+
+    def tried(policy: str, seconds: float, worse_than: float, dear: float) -> Any:
+        now[0] += 10.0
+        tries.append(policy)
+        if policy != "never":
+            return policy  # none is better
+        assert any_plan.trail is not None
+        solution = replace(any_plan.trail.solution, objective=20.0, status=status, lower_bound=19.0)
+        trail = replace(any_plan.trail, solution=solution)
+        return replace(any_plan, remat_policy=policy, cost=_Cost(20.0), trail=trail)
+
+    search(POLICIES, tried, lambda failed: 1, 100.0, clock=lambda: now[0], dear=lambda plan: 0.04)
+    assert list(dict.fromkeys(tries)) == asked
 
 
 @pytest.mark.parametrize(("bound", "status"), [(7.0, "feasible"), (9.995, "optimal"), (12.0, "optimal")])

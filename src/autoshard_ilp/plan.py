@@ -315,6 +315,9 @@ class Plan:
 
         Raises:
             PlanMismatchError: the step is not the one this plan was made for; says what differs.
+
+        Returns:
+            The plan under the names of ``model``, whose layers Keras may have numbered otherwise.
         """
         from autoshard_ilp.binding import bind
 

@@ -5,7 +5,7 @@ first). Every ``k`` is an integer program of its own, solved with its own bound:
 decided anew for it, and its copies are priced by their FLOP, bytes and collectives. The search
 
 1. plans without recomputation; if that fits and costs next to no more than it would without a budget, it is the best,
-   since copies only add cost;
+   since copies only add cost (and so it is taken where it costs little more, is proved, and took long);
 2. if it fits but the budget makes it dear, recomputes all blocks, selectively or in full, and takes the fastest: each
    policy is left once it is proved dear; then fewer blocks are looked for, and at last what was left without proof is
    taken up again, where it may be faster;
@@ -48,6 +48,9 @@ NEVER_PART = 0.8
 
 DEAR_SHARE = 0.05
 """Where the budget adds more than this share of the step, recomputation may be cheaper than layouts that hold less."""
+
+SOME_SHARE = 0.01
+"""Where it adds more than this, recomputation is tried too if that is quick, or if the plan could not be proved."""
 
 HARDLY = 3e-3
 """Share of the step that a budget adds: less is not worth a long proof of how much exactly."""
@@ -214,7 +217,7 @@ def _search(
                 FewerBlocks(found, means, policy, smaller, n_blocks, until, none, answer).run(took)
             same = found.plan.trail is answer.trail  # notes make another plan of it
             _prove(found, means.tried, took if same else 0.0, deadline - clock())
-        elif policy == "never" and len(policies) > 1 and means.dear(answer) > DEAR_SHARE:
+        elif policy == "never" and len(policies) > 1 and _may_be_beaten(answer, took, means.dear(answer)):
             _recomputed_instead(found, policies[1:], means, blocks_of(answer), deadline)
         elif policy == "never" and len(policies) > 1:
             _prove(found, means.tried, took, deadline - clock())
@@ -222,6 +225,11 @@ def _search(
     else:
         if tuple(policies[-2:]) == ("selective", "full"):
             _mixed(found, means, blocks_of(found.failures[0]), took, deadline)
+
+
+def _may_be_beaten(plan: Plan, took: float, dear: float) -> bool:
+    """Whether plans that recompute are to be compared with one that does not, which ``took`` so many seconds."""
+    return dear > DEAR_SHARE or (dear > SOME_SHARE and (took <= QUICK_SECONDS or _Open.of(plan) is not None))
 
 
 def _mixed(found: Found, means: Means, n_blocks: int, took: float, deadline: float) -> None:
