@@ -148,4 +148,5 @@ def _surplus(item: _Item, graph: Any) -> Difference:
 def _scope(op_name: str) -> tuple[str, str]:
     """Layer and primitive of jax's name stack ``jit(f)/jvp(layer/inner)/dot_general``."""
     *path, primitive = _WRAPPER.sub("", op_name).replace(")", "").split("/")
-    return "/".join(name for name in path[1:] if not _MARK.fullmatch(name)), primitive
+    ours = {"shard_map"}  # under which collectives are written out
+    return "/".join(name for name in path[1:] if name not in ours and not _MARK.fullmatch(name)), primitive
