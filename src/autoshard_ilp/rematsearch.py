@@ -176,9 +176,10 @@ def _not_below(answer: Any, cutoff: float) -> float:
     solution = answer.trail.solution if isinstance(answer, Plan) and answer.trail else getattr(answer, "solution", None)
     if solution is None:
         return math.inf
+    known = max(0.0, float(solution.lower_bound))
     if isinstance(answer, Plan):
-        return math.inf if solution.status == "optimal" else float(solution.lower_bound)
-    return cutoff if is_infeasible(answer) else float(solution.lower_bound)
+        return math.inf if solution.status == "optimal" else known
+    return cutoff if is_infeasible(answer) else known
 
 
 def _was_interrupted(plan: Plan) -> bool:
