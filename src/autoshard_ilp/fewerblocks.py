@@ -58,9 +58,9 @@ GAIN = 1e-3
 the proof that it does not."""
 
 
-def worth(plan: Plan) -> float:
+def worth(plan: Plan, gain: float = GAIN) -> float:
     """The objective, in seconds, below which another plan is worth more; infinite where a plan's is not known."""
-    return math.inf if plan.trail is None else float(plan.trail.solution.objective) * (1 - GAIN)
+    return math.inf if plan.trail is None else float(plan.trail.solution.objective) * (1 - gain)
 
 
 def recomputation_is_short(plan: Plan, took: float, share: Callable[[Plan], float]) -> bool:

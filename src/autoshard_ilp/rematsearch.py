@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard_ilp.fewerblocks import (
+    GAIN,
     LONG_GAIN,
     QUICK_SECONDS,
     FewerBlocks,
@@ -219,7 +220,7 @@ def _search(
             same = found.plan.trail is answer.trail  # notes make another plan of it
             _prove(found, means.tried, took if same else 0.0, deadline - clock())
         elif policy == "never" and len(policies) > 1 and _may_be_beaten(answer, took, means.dear(answer)):
-            _recomputed_instead(found, policies[1:], means, blocks_of(answer), deadline)
+            _recomputed_instead(found, policies[1:], means, blocks_of(answer), deadline, took)
         elif policy == "never" and len(policies) > 1:
             _prove(found, means.tried, took, deadline - clock())
         break
@@ -275,12 +276,15 @@ def _prove(found: Found, tried: Tried, took: float, left: float) -> None:
         found.plan = replace(answer, notes=(*answer.notes, *own))
 
 
-def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_blocks: int, deadline: float) -> None:
+def _recomputed_instead(
+    found: Found, policies: Sequence[str], means: Means, n_blocks: int, deadline: float, took: float
+) -> None:
     """The fastest of a plan that recomputes nothing, under a budget that makes it dear, and of plans that recompute.
 
     The policies, and what is taken up again, share the time that is left. Of its part each spends what is left on fewer
     blocks. What was left without proof is taken up again, the best first: that one is solved to the end, and the others
-    need only be proved to be no faster, if they may be so by much.
+    need only be proved to be no faster, if they may be so (by much, where one plan takes long). ``took`` are the
+    seconds of the plan that recomputes nothing.
     """
     tried, clock, dear = means.tried, means.clock, means.dear
 
@@ -294,6 +298,7 @@ def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_b
 
     first = best()
     unproved, untried = [_Open.of(first)], list[str]()
+    quick = {"never"} if took <= QUICK_SECONDS else set[str]()
     least = FREE_TIMES * free_seconds(first)
     for number, policy in enumerate(policies):
         began = clock()
@@ -310,16 +315,19 @@ def _recomputed_instead(found: Found, policies: Sequence[str], means: Means, n_b
         if isinstance(answer, Plan):
             found.offer(answer)
         took, until = clock() - began, began + seconds
+        if took <= QUICK_SECONDS:
+            quick.add(policy)
         if good() and (unproved[0] is None or unproved[0].bound >= best().cost.total_s):
             until = deadline
         FewerBlocks(found, means, policy, "never", n_blocks, until, first, answer).run(took)
         if good():
             break
     for one in sorted((x for x in unproved if x is not None), key=lambda x: x.seconds):
-        own = one.policy == best().remat_policy
-        if clock() >= deadline or not (own or one.bound < best().cost.total_s * (1 - LONG_GAIN)):
+        own, gain = one.policy == best().remat_policy, 0.0 if one.policy in quick else LONG_GAIN
+        if clock() >= deadline or not (own or one.bound < best().cost.total_s * (1 - gain)):
             continue
-        answer = tried(one.policy, deadline - clock(), math.inf if own else worth(best()), 1.0)
+        wanted = math.inf if own else worth(best(), GAIN if gain else 0.0)
+        answer = tried(one.policy, deadline - clock(), wanted, 1.0)
         if isinstance(answer, Plan) and answer.cost.total_s <= best().cost.total_s:
             found.plan = answer
     _explain(found, first, dear, untried)
