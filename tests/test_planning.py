@@ -40,7 +40,7 @@ def test_the_step_is_flattened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     free = autoshard.optimize(model, mesh, remat="never", **options)  # type: ignore[arg-type]
     monkeypatch.setattr(flatten, "build_graph", counted)
     plan = autoshard.optimize(model, mesh, int(0.7 * free.memory.peak_bytes), **options)  # type: ignore[arg-type]
-    assert plan.remat, "the budget asks for recomputation, so more than one policy was tried"
+    assert any("recomputation" in note.lower() for note in plan.notes), "more than one policy was tried"
     assert len(calls) == 1
 
 

@@ -260,7 +260,7 @@ def test_policies_left_as_too_dear_are_taken_up_where_they_may_be_faster(any_pla
         return plan("never", 20.0, "feasible", 5.0) if policy == "never" else left("selective", 9.5)
 
     found = search(POLICIES, tried, lambda failed: 16, 100.0, dear=lambda plan: 0.06)
-    below_20, below_10 = pytest.approx(20.0 * (1 - GAIN)), pytest.approx(10.0 * (1 - GAIN))
+    below_20, below_10 = pytest.approx(20.0 * (1 - GAIN)), 10.0  # what is quick may be better by however little
     first = [("never", math.inf, DEAR_SHARE), ("selective", below_20, DEAR_SHARE), ("full", below_20, 1.0)]
     assert asked == [*first, ("never", below_10, 1.0)], "9.5 s at least is slower than the 9 s found by then"
     assert found.plan is not None and found.plan.remat_policy == "never" and found.plan.cost.total_s == 9.0
