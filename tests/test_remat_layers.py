@@ -147,6 +147,9 @@ def test_a_plan_that_its_budget_makes_dear_is_compared_with_recomputation(
     assert found.plan is not None and found.plan.remat_policy == policy
     assert [x for x in planner.asked if x in POLICIES] == asked, "and some blocks"
     assert any("recomputation" in note.lower() for note in found.plan.notes) is (len(asked) > 1)
+    planner.asked.clear()
+    search(POLICIES, planner, lambda failed: 16, 100.0, dear=lambda plan: dear, some=DEAR_SHARE)
+    assert ("full" in planner.asked) is (dear > DEAR_SHARE), "a question is to be answered quickly"
 
 
 def test_plans_that_recompute_share_the_time_that_is_left(any_plan: Plan) -> None:

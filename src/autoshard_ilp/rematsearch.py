@@ -130,6 +130,7 @@ def search(
     share: Callable[[Plan], float] = lambda plan: 1.0,
     dear: Callable[[Plan], float] = lambda plan: 0.0,
     need: Callable[[Any], float] = lambda answer: math.nan,
+    some: float = SOME_SHARE,
 ) -> Found:
     """Plans under as little rematerialisation as fits.
 
@@ -150,6 +151,7 @@ def search(
             compared with plans that do.
         need: of a plan or a failure, the share of the budget that the fastest plan without a budget would take; NaN
             where that is not known.
+        some: above this share, it is so compared where it was found quickly, or could not be proved.
     """
     found = Found()
 
@@ -163,7 +165,7 @@ def search(
         return answer
 
     try:
-        _search(found, policies, Means(asked, clock, share, dear, need), blocks_of, time_limit)
+        _search(found, policies, Means(asked, clock, share, dear, need), blocks_of, time_limit, some)
     except KeyboardInterrupt:
         if found.plan is None:
             raise
@@ -188,7 +190,12 @@ def _was_interrupted(plan: Plan) -> bool:
 
 
 def _search(
-    found: Found, policies: Sequence[str], means: Means, blocks_of: Callable[[Any], int], time_limit: float
+    found: Found,
+    policies: Sequence[str],
+    means: Means,
+    blocks_of: Callable[[Any], int],
+    time_limit: float,
+    some: float,
 ) -> None:
     """:func:`search`, which keeps in ``found`` what it has."""
     tried, clock = means.tried, means.clock
@@ -219,7 +226,7 @@ def _search(
                 FewerBlocks(found, means, policy, smaller, n_blocks, until, none, answer).run(took)
             same = found.plan.trail is answer.trail  # notes make another plan of it
             _prove(found, means.tried, took if same else 0.0, deadline - clock())
-        elif policy == "never" and len(policies) > 1 and _may_be_beaten(answer, took, means.dear(answer)):
+        elif policy == "never" and len(policies) > 1 and _may_be_beaten(answer, took, means.dear(answer), some):
             _recomputed_instead(found, policies[1:], means, blocks_of(answer), deadline, took)
         elif policy == "never" and len(policies) > 1:
             _prove(found, means.tried, took, deadline - clock())
@@ -229,9 +236,9 @@ def _search(
             _mixed(found, means, blocks_of(found.failures[0]), took, deadline)
 
 
-def _may_be_beaten(plan: Plan, took: float, dear: float) -> bool:
+def _may_be_beaten(plan: Plan, took: float, dear: float, some: float) -> bool:
     """Whether plans that recompute are to be compared with one that does not, which ``took`` so many seconds."""
-    return dear > DEAR_SHARE or (dear > SOME_SHARE and (took <= QUICK_SECONDS or _Open.of(plan) is not None))
+    return dear > DEAR_SHARE or (dear > some and (took <= QUICK_SECONDS or _Open.of(plan) is not None))
 
 
 def _mixed(found: Found, means: Means, n_blocks: int, took: float, deadline: float) -> None:
