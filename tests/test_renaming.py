@@ -110,5 +110,6 @@ def test_names() -> None:
     assert names and not Names([("x", "x")])
     assert names.of_path("a/dense_1/kernel") == "a/dense_2/kernel" and names.of_path("unknown") == "unknown"
     assert names.of_label("a/dense") == "a/dense_1" and names.of_label("outer/dense_1/add") == "outer/dense_2/add"
+    assert names.of_pins({"(": 0}) == {"(": 0}, "an edited file's; resolving it says what is wrong"
     pins = {"kernel$": 1, "dense_1/kernel": 2, "^x": 3}
     assert names.of_pins(pins) == {"kernel$": 1, r"^(a/dense_2/kernel)$": 2, "^x": 3}

@@ -9,14 +9,15 @@ the new ones: arguments and results, pins, what fills the memory, and what the p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from autoshard_ilp.graph import Graph
 from autoshard_ilp.step import Step
 
 if TYPE_CHECKING:
-    from autoshard_ilp.plan import Plan, Trail
+    from autoshard_ilp.plan import Leaf, Plan, Trail
 
 
 def named_as(plan: Plan, step: Step) -> Plan:
@@ -38,15 +39,23 @@ def named_as(plan: Plan, step: Step) -> Plan:
     held = tuple((names.of_label(label), size) for label, size in plan.memory.contributors)
     return replace(
         plan,
-        arguments=tuple(replace(x, path=names.of_path(x.path)) for x in plan.arguments),
-        results=tuple(replace(x, path=names.of_path(x.path)) for x in plan.results),
-        collectives=tuple(replace(c, tensor=names.of_label(c.tensor)) for c in plan.collectives),
+        arguments=tuple(
+            replace(x, path=graph.ops[i].path) for x, i in zip(plan.arguments, graph.arguments, strict=True)
+        ),
+        results=tuple(replace(x, path=graph.ops[i].path) for x, i in zip(plan.results, graph.results, strict=True)),
+        collectives=tuple(
+            replace(c, tensor=names.of_label(c.tensor), operation=names.of_label(c.operation)) for c in plan.collectives
+        ),
         memory=replace(plan.memory, contributors=held),
         remat=tuple(map(names.of_label, plan.remat)),
         course=replace(plan.course, segments=ran),
         origin=origin,
         trail=None if plan.trail is None else _trail(plan.trail, step, names),
     )
+
+
+def _named(leaves: Sequence[Leaf], graph: Graph, ops: Sequence[int]) -> tuple[Leaf, ...]:
+    return tuple(replace(leaf, path=graph.ops[i].path) for leaf, i in zip(leaves, ops, strict=True))
 
 
 class Names:
@@ -81,8 +90,11 @@ class Names:
         """Pins of the same tensors; a regular expression that finds others now becomes a list of paths."""
         found: dict[str, Any] = {}
         for text, spec in pins.items():
-            meant = [new for old, new in self._paths.items() if re.search(text, old)]
-            same = meant == [new for new in self._paths.values() if re.search(text, new)]
+            try:
+                meant = [new for old, new in self._paths.items() if re.search(text, old)]
+                same = meant == [new for new in self._paths.values() if re.search(text, new)]
+            except re.error:  # of an edited file; whoever asks is told
+                meant, same = [], True
             found[text if same or not meant else f"^({'|'.join(map(re.escape, dict.fromkeys(meant)))})$"] = spec
         return found
 
