@@ -313,11 +313,11 @@ class Plan:
             inputs: options of tracing that the plan does not remember: ``inputs``, ``targets``, ... of a model;
                 ``args`` of a function whose arguments are classes of its own.
 
-        Raises:
-            PlanMismatchError: the step is not the one this plan was made for; says what differs.
-
         Returns:
             The plan under the names of ``model``, whose layers Keras may have numbered otherwise.
+
+        Raises:
+            PlanMismatchError: the step is not the one this plan was made for; says what differs.
         """
         from autoshard_ilp.binding import bind
 

@@ -176,13 +176,20 @@ def search(
 def _not_below(answer: Any, cutoff: float) -> float:
     """Seconds that no plan of a policy that was not found falls short of; ``cutoff``: what only better plans were
     wanted than."""
-    solution = answer.trail.solution if isinstance(answer, Plan) and answer.trail else getattr(answer, "solution", None)
+    solution = _solution_of(answer)
     if solution is None:
         return math.inf
     known = max(0.0, float(solution.lower_bound))
     if isinstance(answer, Plan):
         return math.inf if solution.status == "optimal" else known
     return cutoff if is_infeasible(answer) else known
+
+
+def _solution_of(answer: Any) -> Any:
+    """Of a plan or a failure; None where it is not known."""
+    if isinstance(answer, Plan):
+        return None if answer.trail is None else answer.trail.solution
+    return getattr(answer, "solution", None)
 
 
 def _was_interrupted(plan: Plan) -> bool:
@@ -374,11 +381,10 @@ class _Open:
     @staticmethod
     def of(answer: Any) -> _Open | None:
         """None where there is nothing to be proved."""
+        solution = _solution_of(answer)
         if isinstance(answer, Plan):
-            solution = None if answer.trail is None else answer.trail.solution
             policy, seconds = answer.remat_policy, answer.cost.total_s
         else:
-            solution = getattr(answer, "solution", None)
             policy, seconds = getattr(getattr(answer, "step", None), "remat", ""), math.inf
         if solution is None or solution.status != "feasible" or solution.report.get("enough"):
             return None

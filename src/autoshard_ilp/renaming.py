@@ -39,10 +39,8 @@ def named_as(plan: Plan, step: Step) -> Plan:
     held = tuple((names.of_label(label), size) for label, size in plan.memory.contributors)
     return replace(
         plan,
-        arguments=tuple(
-            replace(x, path=graph.ops[i].path) for x, i in zip(plan.arguments, graph.arguments, strict=True)
-        ),
-        results=tuple(replace(x, path=graph.ops[i].path) for x, i in zip(plan.results, graph.results, strict=True)),
+        arguments=_named(plan.arguments, graph, graph.arguments),
+        results=_named(plan.results, graph, graph.results),
         collectives=tuple(
             replace(c, tensor=names.of_label(c.tensor), operation=names.of_label(c.operation)) for c in plan.collectives
         ),

@@ -46,8 +46,8 @@ def trace(model: Any, mesh: MeshSpec, **options: Any) -> Any:
     from autoshard_ilp.trace import trace_model
 
     batch_size = options.get("batch_size")
-    whole = batch_size is None or (isinstance(batch_size, int) and not isinstance(batch_size, bool))
-    if not whole or (batch_size is not None and not 1 <= batch_size <= LARGEST_BATCH):
+    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+    if batch_size is not None and not (whole and 1 <= batch_size <= LARGEST_BATCH):
         raise InputShapeError(f"batch_size is a positive integer of 31 bits. Received: {batch_size!r}.")
     traced = trace_model(model, device_count=mesh.size, **options)
     axes = [s for s in mesh.axis_sizes if s > 1]

@@ -183,7 +183,7 @@ def _models(given: Any) -> dict[str, Any]:
         named = {}
         for model in _axis({"models": given if not callable(given) else [given]}, "models", None):
             name = model if isinstance(model, str) else getattr(model, "name", None) or getattr(model, "__name__", "")
-            if not (isinstance(model, str) or callable(model) or hasattr(model, "trainable_variables")):
+            if not _is_model(model):
                 raise _no_model(model)
             if not name or name in named:
                 raise InputShapeError(
@@ -208,9 +208,13 @@ def _portable(name: str, model: Any) -> Any:
 
         if getattr(sys.modules.get(module), qualname, None) is model:
             return f"{module}:{qualname}"
-    if callable(model) or hasattr(model, "trainable_variables"):
-        return model
-    raise _no_model(model, f"{name!r}: ")
+    if not _is_model(model):
+        raise _no_model(model, f"{name!r}: ")
+    return model
+
+
+def _is_model(given: Any) -> bool:
+    return isinstance(given, str) or callable(given) or hasattr(given, "trainable_variables")
 
 
 def _no_model(given: Any, where: str = "") -> InputShapeError:

@@ -127,7 +127,7 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
     from autoshard_ilp.anyplan import any_plan
     from autoshard_ilp.attempt import tied_note
     from autoshard_ilp.planning import Expected, needed_share, with_history
-    from autoshard_ilp.rematsearch import DEAR_SHARE, blocks_of, memory_share, recomputed_share, search
+    from autoshard_ilp.rematsearch import DEAR_SHARE, SOME_SHARE, blocks_of, memory_share, recomputed_share, search
 
     known = _attempts(plan)
     if _still_best(plan, request, policies):
@@ -153,9 +153,8 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         return expected.learn(policy, _again(plan, known.get(policy), policy, request, progress, **limits))
 
     need, limit, began = needed_share(request), request.solver.time_limit, time.monotonic()
-    judged: dict[str, Any] = {"share": recomputed_share, "dear": memory_share, "need": need}
-    judged |= {"some": DEAR_SHARE} if quickly else {}  # every other policy is to be priced
-    found = search(policies, tried, blocks_of, limit, **judged)
+    some = DEAR_SHARE if quickly else SOME_SHARE  # every other policy is to be priced
+    found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need, some=some)
     if found.plan is None:
 
         def make(failure: Any, solution: Any) -> Plan:
