@@ -54,6 +54,27 @@ def test_members_of_a_group_share_its_fixed_time(width, share):
     assert shares(graph, analyse(graph, "tpu"), "tpu") == Shares()
 
 
+def test_gradients_of_biases_are_members_of_their_group():
+    """They end in a sum over dimensions of size 1, which is a view: all of them share one fixed time."""
+    import keras
+
+    from autoshard_ilp.mesh import as_mesh
+    from autoshard_ilp.step import trace_step
+
+    dense = [keras.layers.Dense(128, "tanh") for _ in range(LAYERS)]
+    model = keras.Sequential([keras.Input((16, 128)), *dense])
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    graph = trace_step(model, as_mesh({"data": 8}), batch_size=64)[0].graph
+    found = shares(graph, analyse(graph, "gpu"), "gpu")
+    sums = [
+        op.id
+        for op in graph.ops
+        if op.primitive == "reduce_sum" and op.phase == "backward" and graph.tensors[op.inputs[0]].shape[:2] == (64, 16)
+    ]
+    assert len(sums) >= LAYERS
+    assert {found.of_reductions(graph, [o]) for o in sums} == {1 / (2 * LAYERS)}
+
+
 def test_sums_that_do_not_need_one_another_share_a_fixed_time():
     def moments(x: Any) -> Any:
         mean, square = jnp.sum(x, 0), jnp.sum(x * x, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -86,6 +87,85 @@ def test_the_plan_file_keeps_partial_layouts(tmp_path):
     plan = planned()
     plan.save(tmp_path / "plan.json")
     assert autoshard.load(tmp_path / "plan.json").placement == plan.placement
+
+
+WORDS, ROWS, COLUMNS = 16, 32768, 128
+
+
+def bag_of_words(table, words, weights):
+    """Every example's rows of a table, added up in 32 bits."""
+    return jnp.sum(jnp.take(table, words, axis=0).astype("float32"), axis=1) @ weights
+
+
+def bag(hardware="h100", examples=256, dtype="bfloat16", **more):
+    """The plan of a table whose rows are sharded over "model"."""
+    shapes = ((ROWS, COLUMNS), dtype), ((examples, WORDS), "int32"), ((COLUMNS, COLUMNS), "float32")
+    pins = {"^args/0$": P("model"), "^args/1$": P("data"), "^args/2$": P(), "outputs/0": P("data")}
+    structs = tuple(jax.ShapeDtypeStruct(*s) for s in shapes)
+    return autoshard.optimize_fn(bag_of_words, structs, MESH, hardware=hardware, pins=pins, progress=False, **more)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_looked_up_is_added_up_before_it_is_reduced(dtype):
+    """One row per example is reduced, not one per word: WORDS times fewer bytes."""
+    sums = [c for c in bag(dtype=dtype).collectives if c.operation.endswith("reduce_sum")]
+    assert [c.kind for c in sums] in (["all-reduce"], ["reduce-scatter"])
+    whole = 256 // 2 * COLUMNS * 4
+    assert sums[0].bytes_per_device == (2 if sums[0].kind == "all-reduce" else 1) * 3 / 4 * whole
+    assert not [c for c in bag(dtype=dtype).collectives if c.operation.endswith("gather")]
+
+
+def test_a_bag_of_words_is_the_one_of_one_device():
+    """Words that are not in the table, and those counted from its end, included."""
+    plan = bag(hardware="cpu-host", examples=16, dtype="float32")
+    rng = np.random.default_rng(0)
+    table, weights = (rng.normal(size=(n, COLUMNS)).astype("float32") for n in (ROWS, COLUMNS))
+    words = rng.integers(-ROWS, ROWS, (16, WORDS)).astype("int32")
+    words[3, 4], words[5, 6] = ROWS, -ROWS - 1
+    want = np.asarray(bag_of_words(table, words, weights))
+    assert np.isnan(want[[3, 5]]).all() and np.isfinite(np.delete(want, [3, 5], 0)).all()
+    np.testing.assert_allclose(plan.jit()(table, words, weights), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_over_sharded_dimensions_of_partial_sums():
+    """Both reductions, over the contracted dimension and over the rows that are added up, are one."""
+
+    def function(x, w):
+        return jnp.sum(x @ w, axis=0)
+
+    shapes = jax.ShapeDtypeStruct((8192, 32), "float32"), jax.ShapeDtypeStruct((32, 48), "float32")
+    pins = {"^args/0$": P("data", "model"), "^args/1$": P("model"), "outputs/0": P()}
+    plan = autoshard.optimize_fn(function, shapes, MESH, hardware="cpu-host", pins=pins, progress=False)
+    assert all(c.operation.endswith(("reduce_sum", "result")) for c in plan.collectives)
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=s.shape).astype("float32") for s in shapes)
+    np.testing.assert_allclose(plan.jit()(x, w), function(x, w), rtol=1e-5, atol=1e-3)
+
+
+def test_what_is_narrowed_is_reduced_before():
+    """Rounding does not commute with a sum: a narrower dtype ends what may stay partial."""
+
+    def function(x, w):
+        return jnp.sum((x @ w).astype("bfloat16").astype("float32"), axis=0)
+
+    shapes = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, 48), "float32")
+    pins = {"^args/0$": P(None, "model"), "^args/1$": P("model"), "outputs/0": P()}
+    plan = autoshard.optimize_fn(function, shapes, MESH, hardware="h100", pins=pins, progress=False)
+    assert [c.operation for c in plan.collectives][:1] == ["dot_general"]
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_the_gpu_compiler_reduces_what_words_add_up_to():
+    checked = bag().verify("h100:8")
+    assert checked.compiled_bytes_per_device == checked.predicted_bytes_per_device
+
+
+@pytest.mark.tpu
+def test_the_tpu_compiler_reduces_what_words_add_up_to():
+    pytest.importorskip("libtpu")
+    checked = bag(hardware="tpu-v5e:2x4").verify("tpu-v5e:2x4")
+    assert checked.compiled_bytes_per_device == pytest.approx(checked.predicted_bytes_per_device, rel=0.01)
 
 
 @needs_cuda

@@ -13,6 +13,7 @@ from keras import layers
 
 import autoshard_ilp as autoshard
 import keras_cases as cases
+from autoshard_ilp.calling import keeps_meaning
 from keras_cases import BATCH, MESH, assert_close, assert_on_plan, features, fitted, mlp, plan_for, seeded, values
 from profiles_for_tests import toy
 
@@ -377,3 +378,47 @@ def test_a_metric_that_counts_samples_does_not_count_the_padding_of_a_last_batch
     assert len(counts[0]) == 4
     for expected, found in zip(*counts, strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+DTYPES = [
+    ("bool", "int8", True),
+    ("int8", "int32", True),
+    ("int32", "int8", False),
+    ("uint8", "int8", False),
+    ("uint8", "int16", True),
+    ("int8", "uint8", False),
+    ("int32", "float32", True),
+    ("int8", "bfloat16", True),
+    ("int16", "bfloat16", False),
+    ("bfloat16", "float32", True),
+    ("float32", "bfloat16", False),
+    ("float16", "bfloat16", False),
+    ("float32", "int32", False),
+    ("float32", "complex64", True),
+]
+
+
+@pytest.mark.parametrize(("found", "wanted", "kept"), DTYPES)
+def test_what_is_converted_keeps_its_meaning(found: str, wanted: str, kept: bool) -> None:
+    assert keeps_meaning(found, wanted) is kept
+
+
+def test_labels_of_more_bits_than_planned_are_not_cut_off() -> None:
+    """A batch of another dtype gets a program of its own, where the known one would wrap its numbers around."""
+
+    def classifier() -> keras.Model:
+        inputs = keras.Input((16,))
+        return cases.compiled(keras.Model(inputs, keras.layers.Dense(300)(inputs)), "sgd")
+
+    x, y = cases.features(cases.BATCH)
+    wide = (y + 256).astype("int32")
+    model, on_one_device = cases.seeded(classifier), cases.seeded(classifier)
+    plan = cases.plan_for(model, (x, y.astype("uint8")))
+    plan.apply(model)
+    expected = on_one_device.evaluate(x, wide, batch_size=cases.BATCH, verbose=0, return_dict=True)
+    found = model.evaluate(x, wide, batch_size=cases.BATCH, verbose=0, return_dict=True)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    found, expected = (m.train_on_batch(x, wide, return_dict=True)["loss"] for m in (model, on_one_device))
+    assert found == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(autoshard.PlanMismatchError, match="of dtype int32 instead of uint8"):
+        plan.jit()(plan.init_state(), (x, wide))

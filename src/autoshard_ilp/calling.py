@@ -15,7 +15,10 @@ from autoshard_ilp.errors import AutoshardError, PlanMismatchError
 from autoshard_ilp.processes import place_arguments
 
 CASTABLE_ROLES = frozenset({"input", "target", "sample_weight"})
-"""Arguments whose dtype is converted where that loses no kind (int64 labels for int32, integers for floats)."""
+"""Arguments whose dtype is converted where every number keeps its meaning (:func:`keeps_meaning`)."""
+
+FLOATS_OF_KERAS = 32
+"""Bits of the floating-point numbers for which whole ones are taken, of however many bits: Keras does the same."""
 
 
 class PlannedJit:
@@ -138,7 +141,7 @@ def checked_leaves(leaves: Sequence[Any], values: Sequence[Any], convert: bool) 
             )
         if str(dtype) != leaf.dtype:
             wanted = None if leaf.dtype.startswith("key<") else jax.numpy.dtype(leaf.dtype)
-            castable = leaf.role in CASTABLE_ROLES and wanted is not None and _same_kind(dtype, wanted)
+            castable = leaf.role in CASTABLE_ROLES and wanted is not None and keeps_meaning(dtype, wanted)
             if not castable:
                 raise PlanMismatchError(
                     f"The planned step takes arguments of the dtypes it was planned for. Received: {leaf.path!r} "
@@ -149,17 +152,26 @@ def checked_leaves(leaves: Sequence[Any], values: Sequence[Any], convert: bool) 
     return found
 
 
-def _same_kind(dtype: Any, wanted: Any) -> bool:
-    """Whether values of ``dtype`` keep their meaning as ``wanted``: bool -> integer -> float, never backwards."""
+def keeps_meaning(found: Any, wanted: Any) -> bool:
+    """Whether every number of dtype ``found`` stands for the same one as ``wanted``: never cut off, wrapped or rounded.
+
+    But for whole numbers as floating-point ones of 32 bits and more: Keras takes them so itself.
+    """
     import jax.numpy as jnp
 
-    def kind(d: Any) -> int:
-        for rank, parent in enumerate((jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)):
-            if jnp.issubdtype(d, parent):
-                return rank
-        return -1
-
-    return 0 <= kind(dtype) <= kind(wanted)
+    found, wanted = jnp.dtype(found), jnp.dtype(wanted)
+    if found == wanted or found == jnp.bool_:
+        return True
+    if jnp.issubdtype(found, jnp.integer):
+        whole = jnp.iinfo(found)
+        if jnp.issubdtype(wanted, jnp.integer):
+            other = jnp.iinfo(wanted)
+            return bool(other.min <= whole.min and whole.max <= other.max)
+        if jnp.issubdtype(wanted, jnp.floating):
+            return bool(jnp.finfo(wanted).bits >= FLOATS_OF_KERAS or jnp.finfo(wanted).nmant + 1 >= whole.bits)
+        return bool(jnp.issubdtype(wanted, jnp.complexfloating))
+    inexact = jnp.issubdtype(found, jnp.inexact) and jnp.issubdtype(wanted, jnp.inexact)
+    return bool(inexact and jnp.promote_types(found, wanted) == wanted)
 
 
 def check_layouts(leaves: Sequence[Any], values: Sequence[Any], shardings: Sequence[Any]) -> None:

@@ -7,20 +7,30 @@ reduction over devices: ``reduce(a) + reduce(b) = reduce(a + b)``. So a tensor t
 same behind the plan's back, by their pass "all-reduce reassociate"; here it is a strategy of the integer program, with
 its price, and :mod:`autoshard_ilp.manual` runs it on every backend.
 
-A tensor may stay partial on its way through operations that only rearrange it (transpose, reshape), up to the sum.
+The same holds for a sum over dimensions of one tensor: ``sum(reduce(a)) = reduce(sum(a))``, and the second is smaller.
+What a bag of words averages of a table whose rows are sharded is found partly on every device: all-reduced word by word
+it is as many times larger as there are words (XLA:TPU defers that reduction by itself as well).
+
+A tensor may stay partial on its way through operations that only rearrange it (transpose, reshape) or widen its dtype,
+up to the sum.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.lookup import stays_partial
 from autoshard_ilp.manual import runs_partial
 from autoshard_ilp.rules.rule import Kind, Rule
 
 SUMS = frozenset({"add", "add_any"})
+SUMS_OVER_DIMENSIONS = frozenset({"reduce_sum"})
 REARRANGEMENTS = frozenset({"transpose", "reshape", "squeeze", "copy"})
+WIDER = {"float16": ("float32", "float64"), "bfloat16": ("float32", "float64"), "float32": ("float64",)}
+"""Floating-point dtypes -> those that hold all their numbers."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Deferral:
     Attributes:
         reads: its operands may be partial, all over the same mesh axes.
         resolves: it may reduce what it read partial (a sum); a rearrangement hands it on.
-        leaves: its result may stay partial, because only a sum reads it.
+        leaves: its result may stay partial, because only a sum, of several tensors or over dimensions, reads it.
         local: it can run device by device (:func:`autoshard_ilp.manual.run`), so that its partial sums may be scattered
             onto two dimensions, one after the other; told only the layouts, XLA would all-reduce them.
     """
@@ -62,17 +72,35 @@ def deferrals(graph: Graph, rules: Sequence[Rule], kinds: Sequence[int]) -> list
         if user is None:
             continue
         summed = user.primitive in SUMS and all(t in partial for t in user.inputs) and _summed_once(graph, user)
-        if summed or (user.primitive in REARRANGEMENTS and user.id in leaves):
+        if summed or _made_smaller(graph, user) or (_hands_on(graph, user) and user.id in leaves):
             leaves.add(op.id)
     found = []
     for op in graph.ops:
         reads = bool(op.inputs) and all(
             graph.tensors[t].producer in leaves and graph.tensors[t].result_index == 0 for t in op.inputs
         )
-        reads = reads and op.primitive in SUMS | REARRANGEMENTS
+        resolves = op.primitive in SUMS | SUMS_OVER_DIMENSIONS
+        reads = reads and (resolves or _hands_on(graph, op))
         local = op.eqn is not None and len(op.outputs) == 1 and alone[kinds[op.id]]
-        found.append(Deferral(reads, reads and op.primitive in SUMS, op.id in leaves, local))
+        found.append(Deferral(reads, reads and resolves, op.id in leaves, local))
     return found
+
+
+def _made_smaller(graph: Graph, op: Op) -> bool:
+    """Whether an operation sums its operand up to an array of fewer elements."""
+    if op.primitive not in SUMS_OVER_DIMENSIONS:
+        return False
+    before, after = (graph.tensors[t].shape for t in (op.inputs[0], op.outputs[0]))
+    return bool(after) and math.prod(after) < math.prod(before)
+
+
+def _hands_on(graph: Graph, op: Op) -> bool:
+    """Whether an operation of partial sums leaves partial sums: it rearranges its operand, or only widens its dtype."""
+    if op.primitive in REARRANGEMENTS:
+        return True
+    if op.primitive != "convert_element_type":
+        return False
+    return graph.tensors[op.outputs[0]].dtype in WIDER.get(graph.tensors[op.inputs[0]].dtype, ())
 
 
 def _runs_partial(graph: Graph, kinds: Sequence[int]) -> dict[int, bool]:
@@ -92,14 +120,15 @@ def _may_be_partial(graph: Graph, rules: Sequence[Rule], kinds: Sequence[int], a
             continue
         if op.primitive in SUMS:
             partial = all(t in found for t in op.inputs) and _same_type(graph, op)
-        elif op.primitive in REARRANGEMENTS:
+        elif _hands_on(graph, op):
             partial = op.inputs[0] in found
         else:
             kind = kinds[op.id]
             if kind not in adds:
                 factors = rules[op.id].factors.values()
                 adds[kind] = any(f.kind is Kind.REDUCTION and f.combine == "add" for f in factors)
-            partial = adds[kind] and op.eqn is not None and alone[kind]
+                adds[kind] = adds[kind] and (alone[kind] or stays_partial(graph.view(op)))
+            partial = adds[kind] and op.eqn is not None
         if partial:
             found.add(op.outputs[0])
     return found

@@ -5,7 +5,8 @@ writes that sum as one all-reduce over all the axes, and makes a reduce-scatter 
 over the same axes, along one dimension; over a whole TPU slice it makes none even then
 (:mod:`autoshard_ilp.costs.scatter`). A plan that scatters over some axes and adds up over others (a table over all
 devices, its rows read by sequences that only some axes share) would send, and hold, the whole result; so the sums are
-written out here, as :mod:`autoshard_ilp.manual` does for products.
+written out here, as :mod:`autoshard_ilp.manual` does for products. So they are where what was found stays partial,
+since a later sum adds it up (:mod:`autoshard_ilp.deferral`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autoshard_ilp._jax_compat import whole_slice
 from autoshard_ilp.costs.scatter import spans_slice
 from autoshard_ilp.manual import Computed, mapped, reduced, unreduced
 from autoshard_ilp.rules.rule import OpView, Rule
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape
+from autoshard_ilp.sharding import PARTIAL, Layout, divides, local_shape
 
 UNSIGNED = frozenset({"uint32", "uint64"})
 """Dtypes of indices from which no row can be subtracted, and that another dtype does not hold."""
@@ -35,6 +36,14 @@ class _Position:
     axes: tuple[int, ...]
 
 
+def stays_partial(op: OpView) -> bool:
+    """Whether :func:`look_up` can leave what each device finds as partial sums, however the table's rows lie."""
+    if op.primitive != "gather" or len(op.out_shapes) != 1:
+        return False
+    numbers = op.params["dimension_numbers"]
+    return len(numbers.start_index_map) == 1 and not numbers.operand_batching_dims and op.in_dtypes[1] not in UNSIGNED
+
+
 def look_up(
     op: OpView,
     rule: Rule,
@@ -43,7 +52,7 @@ def look_up(
     mesh: Any,
     axis_names: Sequence[str],
 ) -> Any | None:
-    """A gather device by device, its partial sums scattered over some mesh axes and added up over others.
+    """A gather device by device, its partial sums scattered over some mesh axes and added up over others, or left.
 
     Args:
         op, rule: the whole operation and its rule.
@@ -66,9 +75,10 @@ def look_up(
     sides = [*zip(op.in_shapes, operands, strict=True), (op.out_shapes[0], before), (op.out_shapes[0], result)]
     sizes = [mesh.shape[name] for name in axis_names]
     slice_shape = whole_slice(mesh)
-    scattered = [a for a in sums if result[a] != WHOLE]
+    scattered = [a for a in sums if result[a] >= 0]
     as_planned = len({result[a] for a in sums}) < 2 and not (scattered and spans_slice(scattered, sizes, slice_shape))
-    if (as_planned and not (scattered and along_inner(op))) or PARTIAL in {*before, *result}:
+    as_planned = as_planned and PARTIAL not in result
+    if (as_planned and not (scattered and along_inner(op))) or PARTIAL in before:
         return None
     if any(place != result[a] for a, place in enumerate(before) if a not in sums):
         return None

@@ -50,6 +50,7 @@ LOCAL: Mapping[str, str] = {
     "copy": "",
     "reshape": "new_sizes",
     "squeeze": "",
+    "convert_element_type": "",
 }
 
 

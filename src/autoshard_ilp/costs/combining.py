@@ -17,6 +17,7 @@ groups, plans paid one per tensor: 2.4 to 4.7 times the seconds of what was comp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -66,7 +67,8 @@ def shares(graph: Graph, buffers: Buffers, family: str) -> Shares:
         return Shares()
     reduced = _each(_groups(graph, _made_for_updates(graph, buffers)))
     for op in graph.ops:  # what is handed on partial is reduced later on
-        if op.outputs and op.inputs and (op.primitive in VIEWS or fusible(op)) and op.phase == "backward":
+        views = op.primitive in VIEWS or fusible(op) or _drops_dimensions(graph, op)
+        if op.outputs and op.inputs and views and op.phase == "backward":
             before = [reduced[t] for t in op.inputs if t in reduced]
             if before and not op.region:
                 reduced.setdefault(op.outputs[0], min(before))
@@ -168,21 +170,34 @@ def reduced_together(graph: Graph, buffers: Buffers, family: str) -> dict[int, i
 
 def _made_for_updates(graph: Graph, buffers: Buffers) -> list[int]:
     """Gradients that only updates read, in the order in which they are made."""
-    only = only_updates_read(graph)
+    only = only_updates_read(graph, dropped=True)
     made = [
         op.outputs[0]
         for op in graph.ops
-        if op.phase == "backward" and op.outputs and not op.region and only[op.outputs[0]] and not fusible(op)
+        if op.phase == "backward" and op.outputs and not op.region and only[op.outputs[0]]
+        if not (fusible(op) or _drops_dimensions(graph, op))
     ]
     return sorted(made, key=lambda t: (int(buffers.start[t]), t))
 
 
-def only_updates_read(graph: Graph) -> list[bool]:
-    """Per tensor, whether nothing but updates and results read it, directly or through views and elementwise work."""
+def _drops_dimensions(graph: Graph, op: Op) -> bool:
+    """Whether an operation sums up over dimensions of size 1: what the gradient of a bias ends in, a view."""
+    shapes = (graph.tensors[t].shape for t in (*op.inputs, *op.outputs))
+    return op.primitive == "reduce_sum" and len({math.prod(shape) for shape in shapes}) == 1
+
+
+def only_updates_read(graph: Graph, *, dropped: bool = False) -> list[bool]:
+    """Per tensor, whether nothing but updates and results read it, directly or through views and elementwise work.
+
+    Args:
+        graph: with hubs.
+        dropped: sums over dimensions of size 1 count as views.
+    """
     only = [False] * len(graph.tensors)
     for op in reversed(graph.ops):
         ends = op.phase == "update" or op.primitive == "result"
-        passes = (op.primitive in VIEWS or fusible(op)) and bool(op.outputs) and all(only[t] for t in op.outputs)
+        passes = op.primitive in VIEWS or fusible(op) or (dropped and _drops_dimensions(graph, op))
+        passes = passes and bool(op.outputs) and all(only[t] for t in op.outputs)
         for t in op.inputs:
             others = graph.tensors[t].consumers
             last = others[-1][0] == op.id  # reversed order: seen first

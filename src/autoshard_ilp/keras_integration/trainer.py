@@ -3,7 +3,9 @@
 ``fit``, ``evaluate``, ``predict`` and their ``_on_batch`` variants call ``model.make_<kind>_function()`` and then
 ``model.<kind>_function(state, iterator)``. While they run, Keras detaches every variable's value (``_value = None``)
 and hands the arrays around as ``state``; an exception in between loses them. The functions installed here attach the
-current arrays again after every step and whenever something fails, so that the variables are always readable.
+current arrays again after every step and whenever something fails, so that the variables are always readable. Where
+nothing but a local variable has the arrays, a Ctrl-C waits (:mod:`autoshard_ilp.interrupts`): from where Keras detaches
+them to the step, and from where a program takes them over to where the new ones are attached.
 
 Read against keras 3.15 (``backend/jax/trainer.py``).
 """
@@ -14,6 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from autoshard_ilp import interrupts
 from autoshard_ilp.keras_integration import methods
 from autoshard_ilp.keras_integration.inspection import state_variables
 
@@ -113,7 +116,18 @@ def install(model: Any, steps: dict[str, Step], check: Callable[[str], None]) ->
         make, function = _maker(model, mode, step, check)
         setattr(model, _MAKERS[mode], make)
         setattr(model, FUNCTIONS[mode], function())  # at once: an epoch under way does not ask again
+    model._purge_model_variables = _detaching(model)
     methods.install(model)
+
+
+def _detaching(model: Any) -> Callable[..., None]:
+    """Keras's own way to detach values, after which an interrupt waits for the step."""
+
+    def purge(**which: bool) -> None:
+        interrupts.hold()
+        type(model)._purge_model_variables(model, **which)
+
+    return purge
 
 
 def refuse_training(model: Any, error: Exception) -> None:
@@ -138,8 +152,11 @@ def _maker(
     attribute = FUNCTIONS[mode]
 
     def guarded_step(state: Any, data: Any) -> tuple[Any, Any]:
-        out, new_state = step(state, data)
-        attach(model, mode, new_state)
+        try:
+            out, new_state = step(state, data)
+            attach(model, mode, new_state)
+        finally:
+            interrupts.release()
         return out, new_state
 
     def function() -> Any:
@@ -147,6 +164,7 @@ def _maker(
 
         def run(state: Any, iterator: Any) -> tuple[Any, Any]:
             try:
+                interrupts.release()
                 return several(state, iterator)
             except BaseException:  # also KeyboardInterrupt: the variables must not stay detached
                 reattach(model, mode, state)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autoshard_ilp import agreement, processes
+from autoshard_ilp import agreement, interrupts, processes
 from autoshard_ilp import keras_integration as ki
 from autoshard_ilp.errors import InfeasibleError, ProfileError
 from autoshard_ilp.graph import Graph
@@ -187,7 +187,9 @@ def _training_program(plan: Plan) -> Program:
 
     def run(state: Any, batch: Any) -> tuple[Any, Any]:
         placed = tuple(_placed(group, s) for group, s in zip(state, state_shardings, strict=True))
-        new_state, logs = compiled(_each_once(placed), _laid_out(batch, batch_specs, batch_shardings))
+        laid_out = _laid_out(batch, batch_specs, batch_shardings)
+        interrupts.hold()  # whoever called for the step releases them once the new state is attached
+        new_state, logs = compiled(_each_once(placed), laid_out)
         return processes.fetchable(logs), new_state
 
     return run
@@ -249,7 +251,10 @@ def own_program(model: Any, mode: str, state_shardings: Sequence[Sequence[Any]])
 
     def run(state: Any, batch: Any) -> tuple[Any, Any]:
         placed = tuple(_placed(group, s) for group, s in zip(state, state_shardings, strict=True))
-        return jitted(_each_once(placed), jax.tree.map(_as_array, batch))
+        batch = jax.tree.map(_as_array, batch)
+        if mode == "train":
+            interrupts.hold()
+        return jitted(_each_once(placed), batch)
 
     return run
 

@@ -14,6 +14,7 @@ from typing import Any
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp import agreement, processes
 from autoshard_ilp import keras_integration as ki
+from autoshard_ilp.calling import keeps_meaning
 from autoshard_ilp.errors import PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.keras_runtime import programs
 from autoshard_ilp.keras_runtime.programs import Program
@@ -199,7 +200,7 @@ class Runtime:
         for (kind, tree, leaves), program in [(k, p) for k, p in self.programs.items() if len(k) == 3]:
             same = kind == mode and _plain(tree, leaves) == _plain(jax.tree.structure(specs), flat)
             if same and all(
-                shape == tuple(x.shape) and _converts(x.dtype, dtype)
+                shape == tuple(x.shape) and keeps_meaning(x.dtype, dtype)
                 for x, (shape, dtype) in zip(flat, leaves, strict=True)
             ):
                 return program
@@ -298,16 +299,3 @@ def _described(specs: tuple[Any, ...]) -> str:
 def _plain(tree: Any, leaves: Any) -> str:
     """A tree's structure in which lists and tuples are the same."""
     return f"{len(leaves)} {tree}".replace("[", "(").replace("]", ")").replace(",)", ")")
-
-
-def _converts(found: Any, wanted: Any) -> bool:
-    """Whether values of one dtype stand for the same in the other: never from fractions to integers."""
-    import jax
-    import jax.numpy as jnp
-
-    found, wanted = jnp.dtype(found), jnp.dtype(wanted)
-    if found == wanted:
-        return True
-    order = [jnp.bool_, jnp.integer, jnp.floating]
-    rank = [next((i for i, kind in enumerate(order) if jax.numpy.issubdtype(d, kind)), -1) for d in (found, wanted)]
-    return -1 < rank[0] <= rank[1]
