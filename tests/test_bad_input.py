@@ -239,6 +239,9 @@ def test_a_slice_that_does_not_exist_is_refused() -> None:
         ({"up/kernel": P(P.UNCONSTRAINED, "data")}, ("UNCONSTRAINED", "per dimension None")),
         ({"up/kernel": NamedSharding(jax.make_mesh((1,), ("data",)), P("data"))}, ("NamedSharding", "Pass its .spec")),
         ({"up/kernel": ("data", 5)}, ("5",)),
+        ({"up/kernel": ({},)}, ("({},)", "per dimension None")),
+        ({"up/kernel": ({"data", "model"},)}, ("per dimension None",)),
+        ({"up/kernel": {"data": 0}}, ("of type dict", "per dimension None")),
         ({"outputs/loss": ("data",)}, ("outputs/loss",)),
     ],
 )

@@ -298,6 +298,16 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("state", [None, 5, {}, [None, ()], keras.Sequential([layers.Dense(2)])], ids=repr)
+def test_a_state_without_arrays_replaces_nothing(tmp_path: Path, state: Any) -> None:
+    autoshard.save_checkpoint(tmp_path / "good", {"x": jnp.ones(2)})
+    for name in ("good", "new"):
+        with pytest.raises(autoshard.CheckpointError, match=r"pytree of arrays.*Received"):
+            autoshard.save_checkpoint(tmp_path / name, state)
+    found = autoshard.restore_checkpoint(tmp_path / "good", {"x": jnp.zeros(2)})
+    assert found["x"].tolist() == [1.0, 1.0] and not (tmp_path / "new").exists()
+
+
 # -- crashes
 
 

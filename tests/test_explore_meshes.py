@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.explore import sizing
+from autoshard_ilp.explore import meshes, sizing
 from autoshard_ilp.explore.meshes import factorisations, hardware_list, search_mesh
 from autoshard_ilp.explore.sizing import largest_batch, rentable, smallest_slice
 from autoshard_ilp.explore.source import Source
@@ -20,6 +21,7 @@ def test_every_factorisation_once():
     assert sum(1 for _ in factorisations(32, 3)) == 1 + 4 + 6
     assert list(factorisations(7)) == [(7,)] and list(factorisations(1)) == [(1,)]
     assert all(math.prod(f) == 64 for f in factorisations(64))
+    assert list(factorisations(10**10 + 19)) == [(10**10 + 19,)]  # a prime: no trial of every smaller number
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +114,24 @@ def test_what_cannot_be_is_said():
         ({"devices": 4, "hardware": "h100", "prices": {"tpu": 1.0}}, autoshard.InputShapeError),
         ({"devices": 4, "hardware": "h100", "prices": {"h100": -1.0}}, autoshard.InputShapeError),
         ({"devices": 4, "hardware": "h100", "max_axes": 4}, autoshard.InputShapeError),
+        pytest.param({"hardware": "h100:" + 5000 * "9"}, autoshard.InputShapeError, id="5000 digits"),
     ],
     ids=str,
 )
 def test_options_that_make_no_sense(arguments, error):
     with pytest.raises(error):
         search_mesh(mlp, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"devices": 10**9}, {"devices": 2**20 + 1}, {"hardware": {"h100": 10**9}}, {"hardware": "h100:1000000000"}],
+    ids=str,
+)
+def test_a_mesh_has_so_many_devices_at_most(arguments, monkeypatch):
+    monkeypatch.setattr(meshes, "factorisations", lambda *_: pytest.fail("enumerated"))
+    with pytest.raises(autoshard.InputShapeError, match=r"at most 1048576 devices\. Received: 10"):
+        search_mesh(mlp, **{"hardware": "h100", **arguments})
 
 
 def test_hardware_says_how_many():
@@ -144,6 +158,9 @@ def test_sizes_that_can_be_rented():
     assert rentable(autoshard.profile("tpu-v5e")) == [1, 4, 8, 16, 32, 64, 128, 256]
     with pytest.raises(autoshard.InputShapeError):
         rentable(autoshard.profile("tpu-v5e"), 0.5)
+    with pytest.raises(autoshard.InputShapeError):
+        rentable(autoshard.profile("tpu-v5e"), 0)
+    assert rentable(replace(autoshard.profile("h100"), domain_devices=2**19), 10**9)[-2:] == [2**19, 2**20]
 
 
 def test_the_smallest_slice():

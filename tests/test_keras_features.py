@@ -274,6 +274,28 @@ def test_another_structure_of_the_same_inputs() -> None:
     same_as_one_device(_two_inputs, (pair, y["label"]), run)
 
 
+class _Sum(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(cases.CLASSES)
+
+    def call(self, a: Any, b: Any = None) -> Any:
+        return self.dense(a if b is None else a + b)
+
+
+def _optional_input() -> keras.Model:
+    a, b = keras.Input(X.shape[1:], name="a"), keras.Input(X.shape[1:], name="b", optional=True)
+    return cases.compiled(keras.Model({"a": a, "b": b}, _Sum()(a, b)))
+
+
+@pytest.mark.parametrize("planned", [None, X], ids=["planned without", "planned with"])
+def test_an_optional_input_may_be_absent(planned: Any) -> None:
+    def run(model: keras.Model) -> Any:
+        return [fitted(model, {"a": X, "b": b}, Y)["loss"] for b in (None, X)]
+
+    same_as_one_device(_optional_input, ({"a": X, "b": planned}, Y), run)
+
+
 @pytest.mark.slow
 def test_shared_layers_and_several_models() -> None:
     """An encoder with a model of its own: both run on the variables that the plan has laid out."""

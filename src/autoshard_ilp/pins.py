@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,10 @@ def _layout(
         spec = (spec,)
     try:
         entries = tuple(spec)
+        if isinstance(spec, Mapping | Set | bytes) or not all(
+            isinstance(e, str | tuple | list | None) for e in entries
+        ):
+            raise TypeError  # an empty mapping or set would count as no axis, and a set has no order
         layout = from_partition_spec(entries, axis_names)
     except TypeError:
         instead = "its .spec" if hasattr(spec, "spec") else 'for instance PartitionSpec(None, "model")'

@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autoshard_ilp.arguments import file_path, whole_number
 from autoshard_ilp.calibration.fit import Residual, fit
 from autoshard_ilp.costs.profile import HardwareProfile, load_profile, profile_for_device_kind
 from autoshard_ilp.costs.profile_file import to_toml
@@ -65,12 +66,10 @@ def calibrate(
     base = _base(hardware, devices)
     sizes = _sizes("payload_bytes", payload_bytes, timing.PAYLOAD_BYTES)
     sides = None if matmul_sizes is None else _sizes("matmul_sizes", matmul_sizes, ())
-    if repeats < 1 or not target_seconds > 0:
-        raise InputShapeError(
-            f"repeats is at least 1 and target_seconds positive. Received: {repeats!r} and {target_seconds!r}."
-        )
-    if not time_limit > 0:
-        raise InputShapeError(f"time_limit is a positive number of seconds. Received: {time_limit!r}.")
+    whole_number("repeats", repeats)
+    _positive("target_seconds", target_seconds)
+    _positive("time_limit", time_limit)
+    _check_name(name)
     target = _writable(output)
     total = len(timing.grid(devices, sizes, sides))
     shown = Progress(progress)
@@ -129,17 +128,32 @@ def _base(hardware: Any, devices: Any) -> HardwareProfile:
 
 
 def _sizes(what: str, given: Sequence[int] | None, default: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(default if given is None else given)
+    several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+    sizes = tuple(default if given is None else given if several else ())
     if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
-        raise InputShapeError(f"{what} are positive whole numbers. Received: {given!r}.")
+        raise InputShapeError(f"{what} are positive whole numbers such as [1024, 4096]. Received: {given!r}.")
     return sizes
+
+
+def _positive(what: str, seconds: Any) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise InputShapeError(f"{what} is a positive number of seconds. Received: {seconds!r}.")
+
+
+def _check_name(name: Any) -> None:
+    fine = isinstance(name, str) and name.strip() and name.isprintable() and not set(name) & set("/\\:")
+    if name is not None and not fine:
+        raise InputShapeError(
+            f"name is a text of printable characters, without a slash, backslash or colon. Received: {name!r}. Pass "
+            "another, or None for the old name with -measured."
+        )
 
 
 def _writable(output: str | os.PathLike[str] | None) -> Path | None:
     """The output's path, checked before minutes are spent on measuring."""
     if output is None:
         return None
-    path = Path(output)
+    path = file_path(output)
     if path.suffix != ".toml" or not path.parent.is_dir():
         raise ProfileError(f"output is a path ending in .toml in an existing folder. Received: {str(output)!r}.")
     return path

@@ -28,8 +28,8 @@ def save_checkpoint(path: str | os.PathLike[str], state: Any, plan: Any = None) 
         plan: names the variables of a state and is noted in the folder; not needed to restore.
 
     Raises:
-        CheckpointError: the path cannot be written, the folder holds other things, Orbax is not installed, or a state
-            is saved in a format of Keras.
+        CheckpointError: there is no array in the state, the path cannot be written, the folder holds other things,
+            Orbax is not installed, or a state is saved in a format of Keras.
     """
     target = file_path(path).absolute()
     if target.name.endswith(KERAS_SUFFIXES):
@@ -77,6 +77,11 @@ def _save_folder(folder: Path, state: Any, plan: Any) -> None:
     import jax
 
     entries = entries_of_model(state) if is_model(state) else entries_of_tree(state, plan)
+    if not entries or (not entries[0].name and not hasattr(state, "dtype")):
+        raise CheckpointError(
+            f"A checkpoint holds the variables of a built keras.Model, or a pytree of arrays. Received: {state!r} of "
+            f"type {type(state).__name__}, without an array. Pass the model or the state; nothing was written."
+        )
     missing = [e.name for e in entries if e.value is None]
     if missing:
         raise CheckpointError(

@@ -18,7 +18,7 @@ from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeErro
 from autoshard_ilp.explore.again import Known, Problem, failure_of, plan_of, solved
 from autoshard_ilp.explore.meshes_table import Candidate, MeshSearch
 from autoshard_ilp.explore.source import Source
-from autoshard_ilp.mesh import MeshSpec
+from autoshard_ilp.mesh import MOST_DEVICES, MeshSpec
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.rematsearch import blocks_of, recomputed_share, search
 
@@ -30,9 +30,9 @@ def factorisations(devices: int, max_axes: int = 3) -> Iterator[tuple[int, ...]]
     """Every way to write a number as an ordered product of up to ``max_axes`` factors of at least 2; (1,) for 1."""
     yield (devices,)
     if max_axes > 1:
-        for first in range(2, devices // 2 + 1):
-            if devices % first == 0:
-                yield from ((first, *rest) for rest in factorisations(devices // first, max_axes - 1))
+        small = [d for d in range(2, math.isqrt(devices) + 1) if devices % d == 0]
+        for first in sorted({*small, *(devices // d for d in small)}):
+            yield from ((first, *rest) for rest in factorisations(devices // first, max_axes - 1))
 
 
 def search_mesh(
@@ -117,6 +117,10 @@ def hardware_list(hardware: Any, devices: int | None) -> dict[str, tuple[Any, in
                 f"A mesh search needs a positive number of devices. Received: {count!r} for {name!r}. Pass devices=32, "
                 'hardware="tpu-v5e:4x8", or hardware={"tpu-v5e": 16, "h100": 8}.'
             )
+        if int(count) > MOST_DEVICES:
+            raise InputShapeError(
+                f"A mesh has at most {MOST_DEVICES} devices. Received: {int(count)} for {name!r}. Ask for fewer."
+            )
         if name in found:
             raise InputShapeError(f"Hardware is named once. Received: {name!r} twice. Drop one of them.")
         found[name] = (chip, int(count))
@@ -134,9 +138,17 @@ def _devices_of(chip: Any) -> int | None:
     name, _, shape = chip.partition(":")
     torus = load_profile(name).torus
     sizes = shape.split("x")
-    if not all(s.isdecimal() for s in sizes):
+    if not all(s.isdecimal() and len(s) < 19 for s in sizes):  # Python reads no number of thousands of digits
         return None
     return math.prod(map(int, sizes)) * (torus.cores_per_chip if torus is not None else 1)
+
+
+def axes_within(max_axes: Any, axis_names: Sequence[str]) -> None:
+    """Raises InputShapeError unless there is a name for each of ``max_axes`` axes, at least one."""
+    if isinstance(max_axes, bool) or not isinstance(max_axes, int) or not 1 <= max_axes <= len(axis_names):
+        raise InputShapeError(
+            f"max_axes is from 1 to the number of axis names. Received: {max_axes!r}, {axis_names!r}."
+        )
 
 
 def _check(rank: str, prices: Any, kinds: Mapping[str, Any], max_axes: int, axis_names: Sequence[str]) -> None:
@@ -145,10 +157,7 @@ def _check(rank: str, prices: Any, kinds: Mapping[str, Any], max_axes: int, axis
     several = isinstance(axis_names, Sequence) and not isinstance(axis_names, str | bytes)
     if not several or not all(isinstance(n, str) for n in axis_names):
         raise InputShapeError(f"axis_names is a sequence of names. Received: {axis_names!r}.")
-    if isinstance(max_axes, bool) or not isinstance(max_axes, int) or not 1 <= max_axes <= len(axis_names):
-        raise InputShapeError(
-            f"max_axes is from 1 to the number of axis names. Received: {max_axes!r}, {axis_names!r}."
-        )
+    axes_within(max_axes, axis_names)
     mapping("prices", prices, '{"h100": 2.5}')
     for name, price in (prices or {}).items():
         if name not in kinds:

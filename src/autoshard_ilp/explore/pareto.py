@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from autoshard_ilp.arguments import number
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.explore import show
 from autoshard_ilp.explore.frontier import INTERRUPTED, SAME, Frontier, Policy, Probe
@@ -203,6 +204,8 @@ def pareto(
             f"A frontier needs at least one budget, or max_points of at least 2. Received: budgets={budgets!r}, "
             f"max_points={max_points!r}."
         )
+    if time_limit is not None:
+        number("time_limit", time_limit, 0.0, math.inf)
     with Progress(progress).running() as shown:
         names = {"batch_size": batch_size, "inputs": inputs, "targets": targets, "sample_weight": sample_weight}
         options = {**names, "sequence_length": sequence_length, "mode": mode}

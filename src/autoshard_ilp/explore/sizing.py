@@ -7,12 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard_ilp.arguments import whole_number
 from autoshard_ilp.errors import InfeasibleError, InputShapeError
 from autoshard_ilp.explore import show
-from autoshard_ilp.explore.meshes import AXIS_NAMES, _batch_fits, factorisations, hardware_list, names_of, search_mesh
+from autoshard_ilp.explore.meshes import (
+    AXIS_NAMES,
+    _batch_fits,
+    axes_within,
+    factorisations,
+    hardware_list,
+    names_of,
+    search_mesh,
+)
 from autoshard_ilp.explore.meshes_table import MeshSearch
 from autoshard_ilp.explore.source import Source
-from autoshard_ilp.mesh import MeshSpec
+from autoshard_ilp.mesh import MOST_DEVICES, MeshSpec
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.units import format_bytes
@@ -130,6 +139,8 @@ def smallest_slice(
         InfeasibleError: it fits on none of them.
     """
     name, (chip, _) = next(iter(hardware_list(hardware, 1).items()))
+    whole_number("max_devices", max_devices, none="the largest slice, or 256")
+    axes_within(max_axes, AXIS_NAMES)
     from autoshard_ilp.request import check_request, remat_policies
 
     probe = check_request({"data": 1}, memory_budget, chip, None, objective, solver)
@@ -168,14 +179,14 @@ def smallest_slice(
 
 def rentable(profile: Any, max_devices: int | None = None) -> list[int]:
     """Numbers of devices that can be had together, ascending."""
-    limit = max_devices or LARGEST
+    limit = LARGEST if max_devices is None else max_devices
     if profile.torus is not None and profile.torus.slice_shapes:
         sizes = {math.prod(shape) * profile.torus.cores_per_chip for shape in profile.torus.slice_shapes}
-        limit = max_devices or max(sizes)
+        limit = max(sizes) if max_devices is None else max_devices
     else:
         domain = profile.domain_devices
         sizes = {2**i for i in range(12) if 2**i <= domain} | {domain * 2**i for i in range(12)}
-    kept = sorted(s for s in sizes if s <= limit)
+    kept = sorted(s for s in sizes if s <= min(limit, MOST_DEVICES))
     if not kept:
         raise InputShapeError(f"max_devices must hold the smallest size of {profile.name}. Received: {max_devices!r}.")
     return kept

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autoshard_ilp.arguments import file_path, is_one_of
+from autoshard_ilp.arguments import file_path, flag, is_one_of
 from autoshard_ilp.errors import InputShapeError, SweepFileError
 from autoshard_ilp.explore.cases import AXES, SOLVER, Case, Work, grouped, read_sweep, work_of
 from autoshard_ilp.explore.results import VERSIONS, Row, Store, clean, read
@@ -78,6 +78,7 @@ def sweep(
     plan = _settings(file, given, output, solver, workers, case_time_limit)
     if not is_one_of(other_versions, OTHER_VERSIONS):
         raise InputShapeError(f"other_versions is one of {OTHER_VERSIONS}. Received: {other_versions!r}.")
+    flag("retry_failed", retry_failed)
     work = work_of(plan.axes, plan.solver)
     store = Store(plan.output) if plan.output is not None else None
     try:
@@ -99,6 +100,10 @@ def load_sweep(path: Any) -> Sweep:
         SweepFileError: missing, foreign or newer.
     """
     source = file_path(path)
+    if source.is_dir():
+        raise SweepFileError(
+            f"Results are in a .parquet or .csv file. Received: the folder {str(path)!r}. Name the file."
+        )
     if not source.exists() and not source.with_name(source.name + ".journal").exists():
         raise SweepFileError(f"A results file must exist. Received: {source}.")
     rows = tuple(read(source))

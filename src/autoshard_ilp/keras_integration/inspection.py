@@ -29,10 +29,15 @@ def symbolic_outputs(model: Any, inputs: Any) -> Any:
     import keras
     from keras.src import backend
 
-    def symbolic(spec: Any) -> Any:
-        return keras.KerasTensor(spec.shape, backend.standardize_dtype(spec.dtype))
+    return backend.compute_output_spec(model, keras.tree.map_structure(_symbolic, inputs), training=False)
 
-    return backend.compute_output_spec(model, keras.tree.map_structure(symbolic, inputs), training=False)
+
+def _symbolic(spec: Any) -> Any:
+    """A shape as a KerasTensor; None, which stands for an input or a part of the batch that is absent, stays."""
+    import keras
+    from keras.src import backend
+
+    return None if spec is None else keras.KerasTensor(spec.shape, backend.standardize_dtype(spec.dtype))
 
 
 def symbolic_inputs(model: Any) -> Any:
@@ -119,10 +124,7 @@ def _build_loss_and_metrics(model: Any, batch: tuple[Any, ...], outputs: Any) ->
     from keras.src import backend
     from keras.src.trainers.data_adapters.data_adapter_utils import unpack_x_y_sample_weight
 
-    def symbolic(spec: Any) -> Any:
-        return None if spec is None else keras.KerasTensor(spec.shape, backend.standardize_dtype(spec.dtype))
-
-    x, y, weights = unpack_x_y_sample_weight(keras.tree.map_structure(symbolic, batch))
+    x, y, weights = unpack_x_y_sample_weight(keras.tree.map_structure(_symbolic, batch))
     if model._compile_metrics is not None and not model._compile_metrics.built:
         backend.compute_output_spec(model.compute_metrics, x, y, outputs, sample_weight=weights)
     if model._compile_loss is not None and not model._compile_loss.built:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.verify.compiled import compile_planned, flops_per_device, memory_bytes
 from autoshard_ilp.verify.diff import Difference, differences
 from autoshard_ilp.verify.hlo import CompiledCollective, parse_collectives
@@ -385,10 +386,16 @@ def verify(
         seconds: time of one compiled collective; None: the plan's own cost model, where it still has it.
 
     Raises:
+        InputShapeError: ``seconds`` is no function.
         TargetError: unknown target, another number of devices than the mesh, or a compiler that is not installed.
     """
     from autoshard_ilp.mesh import as_mesh
 
+    if seconds is not None and not callable(seconds):
+        raise InputShapeError(
+            f"seconds is a function of a collective's kind, mesh axes and payload in bytes, or None for the plan's own "
+            f"prices. Received: {seconds!r}."
+        )
     spec = as_mesh(plan.mesh)
     name, options = "own devices", {}
     if target is not None:
