@@ -441,6 +441,29 @@ def labelled(vocabulary: int = 1000, width: int = 64, **dense: Any) -> Any:
     return build
 
 
+@pytest.mark.parametrize(("growth", "written"), [(32, 3), (128, 0)])
+def test_what_is_joined_off_lanes_is_written_once_for_several_kernels(growth: int, written: int) -> None:
+    """Layers of a DenseNet: XLA:TPU writes what they join, but where every part fills its lanes."""
+    import keras
+    from keras import layers
+
+    from autoshard_ilp.costs.memory import analyse
+    from autoshard_ilp.mesh import as_mesh
+    from autoshard_ilp.step import trace_step
+
+    x = inputs = keras.Input((8, 8, 128))
+    for _ in range(3):
+        y = layers.Activation("relu")(layers.BatchNormalization()(x))
+        x = layers.Concatenate()([x, layers.Conv2D(growth, 3, padding="same")(y)])
+    out = layers.GlobalAveragePooling2D()(layers.Activation("relu")(layers.BatchNormalization()(x)))
+    model = keras.Model(inputs, out)
+    model.compile(optimizer="sgd", loss="mse")
+    graph = trace_step(model, as_mesh({"data": 8}), batch_size=64)[0].graph
+    joined = [op.outputs[0] for op in graph.ops if op.primitive == "concatenate" and op.phase == "forward"]
+    assert len(joined) == 3
+    assert sum(bool(analyse(graph, "tpu").stored[t]) for t in joined) == written
+
+
 def test_masks_of_an_accuracy_are_written_but_not_one_hot_labels() -> None:
     """Keras's argmax looks for negative zeros, ours for what is no number: a bit per logit, before backward."""
     for hardware, written in (("tpu-v5e", {"eq", "ne", "convert_element_type"}), ("h100", {"and"})):

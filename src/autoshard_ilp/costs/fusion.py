@@ -28,6 +28,7 @@ from autoshard_ilp.costs.primitives import (
 )
 from autoshard_ilp.costs.written import (
     COMPARISONS,
+    joined_off_lanes,
     long_functions_kept,
     operands_of_erfc,
     packed_masks,
@@ -90,8 +91,9 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
         several = _masks_of_metrics(graph, root, stored, readers)
     if family == "tpu":
         padded = padded_for_several(graph, root, stored, several, readers, fuses)
-        stored |= padded
-        several &= ~padded
+        written = padded | joined_off_lanes(graph, several, readers)
+        stored |= written
+        several &= ~written
         stored[list(packed_masks(graph, fuses, VIEWS))] = True
     stored = _with_dear_ones(graph, root, stored, several, family)
     carries = [op for op in graph.ops if op.primitive == "loop_carry"]

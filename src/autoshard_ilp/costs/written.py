@@ -20,6 +20,9 @@ COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 BYTE_BITS = 8
 
+LANES = 128
+"""Elements of a TPU's vector, and of a row of its tiles."""
+
 SHORT_FLOAT_BYTES = 2
 """Of 16-bit floats, which XLA:GPU converts before a long function, and reads unconverted elsewhere."""
 
@@ -114,6 +117,29 @@ def padded_for_several(
             written = not all(_pads(r) for r in readers[t])
             found[t] = padded and written and bool(several[t]) and len({r.id for r in readers[t]}) > 1
             inside[t] = padded and not found[t] and not stored[t]
+    return found
+
+
+def joined_off_lanes(graph: Graph, several: np.ndarray, readers: Sequence[Sequence[Op]]) -> np.ndarray:
+    """What several kernels read that is joined, along the dimension that varies fastest, of parts that fill no lanes.
+
+    XLA:TPU moves a part into the kernels that read the whole where it begins and ends with the vectors of
+    :data:`LANES` elements. Others it would have to shift, once per kernel, so it writes the whole once: in a DenseNet,
+    whose every layer joins 32 channels to all before them, one array per layer, up to 1024 channels wide (compiled for
+    v5e 4x4: 1848 MB, of which 544 were predicted; with 128 channels per layer none is written).
+
+    Args:
+        several: per tensor, whether several kernels need it.
+        readers: per tensor, the operations that read it.
+    """
+    found = np.zeros(len(graph.tensors), bool)
+    for op in graph.ops:
+        if op.primitive != "concatenate":
+            continue
+        out, last = op.outputs[0], int(op.params["dimension"])
+        shape = graph.tensors[out].shape
+        if last == len(shape) - 1 > 0 and len({r.id for r in readers[out]}) > 1:
+            found[out] = several[out] and any(graph.tensors[t].shape[last] % LANES for t in op.inputs)
     return found
 
 
