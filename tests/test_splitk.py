@@ -84,7 +84,7 @@ def planned_streams() -> Any:
     shapes = [(NARROW, WIDE), (WIDE, NARROW), (NARROW,)]
     weights = [[tuple(jax.ShapeDtypeStruct(s, "float32") for s in shapes) for _ in range(2)] for _ in range(LAYERS)]
     x = jax.ShapeDtypeStruct((BATCH, TOKENS, NARROW), "float32")
-    pins = {r"args/0/.*/.*/[01]": (None, None), "args/1": ("data",)}
+    pins = {r"args/0/.*/.*/[01]": (None, None), r"args/0/.*/.*/2": ("data",), "args/1": ("data",)}
     return autoshard.optimize_fn(two_streams, (weights, x), {"data": 8}, hardware="h100", progress=False, pins=pins)
 
 

@@ -65,7 +65,7 @@ def shares(graph: Graph, buffers: Buffers, family: str) -> Shares:
     """What the members of all groups of a step pay; nothing is shared but on GPUs."""
     if family != "gpu":
         return Shares()
-    reduced = _each(_groups(graph, _made_for_updates(graph, buffers)))
+    reduced = _each(_groups(graph, _made_for_updates(graph, buffers, dropped=True)))
     for op in graph.ops:  # what is handed on partial is reduced later on
         views = op.primitive in VIEWS or fusible(op) or _drops_dimensions(graph, op)
         if op.outputs and op.inputs and views and op.phase == "backward":
@@ -168,14 +168,14 @@ def reduced_together(graph: Graph, buffers: Buffers, family: str) -> dict[int, i
     return {t: int(buffers.start[group[-1]]) for group in groups for t in group}
 
 
-def _made_for_updates(graph: Graph, buffers: Buffers) -> list[int]:
-    """Gradients that only updates read, in the order in which they are made."""
-    only = only_updates_read(graph, dropped=True)
+def _made_for_updates(graph: Graph, buffers: Buffers, *, dropped: bool = False) -> list[int]:
+    """Gradients that only updates read, in the order in which they are made; ``dropped``: those of biases, too."""
+    only = only_updates_read(graph, dropped=dropped)
     made = [
         op.outputs[0]
         for op in graph.ops
         if op.phase == "backward" and op.outputs and not op.region and only[op.outputs[0]]
-        if not (fusible(op) or _drops_dimensions(graph, op))
+        if not (fusible(op) or (dropped and _drops_dimensions(graph, op)))
     ]
     return sorted(made, key=lambda t: (int(buffers.start[t]), t))
 

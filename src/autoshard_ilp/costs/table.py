@@ -227,8 +227,6 @@ def _price(
         priced = (shape, itemsize, axis_sizes, collectives, share)
         comm_s = np.array([resolution_seconds(s, *priced) for s in strategies])
         keep = _undominated(strategies, compute_s + comm_s)
-        if op.primitive == "argument":  # of what costs the same, solvers take the first
-            keep.sort(key=lambda i: _result_bytes(strategies[i], outs, axis_sizes))
         strategies = [strategies[i] for i in keep]
         operands = tuple(Labels.of([s.operands[i] for s in strategies]) for i in range(len(ins)))
         results = tuple(Labels.of([s.results[j] for s in strategies]) for j in range(len(outs)))
@@ -256,12 +254,6 @@ def _strategies(
         return hub_strategies(results[0], axis_sizes, may_reuse=op.params.get("first") is not None)
     even = op.primitive in ("argument", "result")
     return strategies_of(rule, operands, results, axis_sizes, even=even, deferral=deferral)
-
-
-def _result_bytes(strategy: Strategy, outs: Sequence[Any], axis_sizes: tuple[int, ...]) -> int:
-    """Bytes that one device holds of the results."""
-    sides = zip(outs, strategy.results, strict=True)
-    return sum(local_bytes(t.shape, t.itemsize, layout, axis_sizes) for t, layout in sides)
 
 
 def _undominated(strategies: list[Strategy], seconds: np.ndarray) -> list[int]:
