@@ -353,18 +353,3 @@ def test_fewer_key_value_heads_than_devices_is_valid_and_priced() -> None:
     _, planned = plan.jit()(plan.init_state(), batch)
     _, reference = jax.jit(plan.executable.traced.fn)(jax.device_get(plan.init_state()), batch)
     assert float(planned["loss"]) == pytest.approx(float(reference["loss"]), rel=1e-5)
-
-
-def test_of_equally_fast_plans_the_smaller_state_is_taken() -> None:
-    """Every device reads its columns of the rows that it looks up, whether it holds the others or not."""
-
-    def build() -> keras.Model:
-        words = keras.Input((4,), dtype="int32")
-        return keras.Model(words, layers.Embedding(1024, 64, name="table")(words))
-
-    pins = {"outputs": P(None, None, ("x", "y"))}
-    plan = plan_of(build, {"x": 2, "y": 4}, mode="predict", batch_size=8, pins=pins)
-    whole = plan_of(build, {"x": 2, "y": 4}, mode="predict", batch_size=8, pins=pins | {"table/embeddings": P()})
-    assert plan.cost.total_s == whole.cost.total_s
-    assert plan.specs["table/embeddings"] == P(None, ("x", "y"))
-    assert whole.memory.peak_bytes - plan.memory.peak_bytes == 1024 * 64 * F32, "beside the columns cut out of it"

@@ -17,7 +17,6 @@ from autoshard_ilp.errors import UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.halving import Left, for_any_plan, solve_divided, within
 from autoshard_ilp.kinds import Kept, kinds_of
-from autoshard_ilp.lighter import lighter
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
@@ -281,7 +280,6 @@ def assemble(
     from autoshard_ilp.remat import recomputed_layers
     from autoshard_ilp.report import peak_memory, planned_collectives, total_cost
 
-    solution = replace(solution, choices=lighter(table, built.program, solution.choices))
     graph, choices = step.graph, solution.choices
     placement = place(table, choices)
     collectives = planned_collectives(table, choices)
