@@ -156,9 +156,13 @@ def attempt(
         with progress.stage("solve"):
             return solve(problem.program, within(options, seconds), **keywords)
 
+    def without_budget(problem: Priced, plan: np.ndarray, seconds: float) -> float:
+        with progress.stage("proof"):
+            return free_bound(problem, plan, request, seconds)
+
     limit, began = min(seconds, request.solver.time_limit), time.monotonic()
     parts: dict[str, Any] = {"free_part": free_part, "bound_part": bound_part, "left_before": left_before}
-    parts |= {"divided_part": divided_part, "by_kind": by_kind}
+    parts |= {"divided_part": divided_part, "by_kind": by_kind, "free_bound": without_budget}
     found, solution, notes = solve_divided(priced, solved, limit, cutoff=cutoff, surely=surely, **parts)
     table, built = found.table, found.built
     if solution.choices is None and solution.report.get("interrupted"):
@@ -169,6 +173,31 @@ def attempt(
         return Failure(step, infos, table, built, solution, found.pinned)
     plan = assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
     return replace(plan, notes=(*plan.notes, *notes))
+
+
+def free_bound(problem: Priced, plan: np.ndarray, request: Request, seconds: float) -> float:
+    """Seconds that no plan of a step falls short of without a budget, were each repeated layer to decide for itself.
+
+    Args:
+        problem: what the step's layers share decisions in.
+        plan: of it, a strategy per class.
+        request: objective and solver options.
+        seconds: most of them that it may take.
+
+    Raises:
+        KeyboardInterrupt: interrupted.
+    """
+    from autoshard_ilp.costs.apart import apart
+    from autoshard_ilp.program.whole import solve_repeated
+
+    if not problem.table.tied:
+        return -math.inf
+    step = apart(problem.table, problem.built, request.objective)
+    options = within(request.solver, seconds)
+    found = solve_repeated(step.program, step.alike, plan[step.classes], options, most_cells=0)
+    if found.report.get("interrupted"):
+        raise KeyboardInterrupt
+    return float(found.lower_bound) + step.offset
 
 
 def with_whole_tensors(problem: Priced, solution: Any) -> Any:

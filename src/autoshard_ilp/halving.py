@@ -58,6 +58,9 @@ KINDS_ALONE = 0.9
 FEW_PLANS = 6
 """Met with prices, of which a first plan is put together."""
 
+FREE_SHARE = 0.5
+"""Of the time left: what the bound of all plans without a budget may take."""
+
 BETWEEN_SHARE = 0.2
 """Of the time left: what putting a plan together from those of a mixture may take."""
 
@@ -67,6 +70,12 @@ KIND_AGAIN = 0.5
 FAR = 0.3
 """Share of the step that the budget adds at least, from which on other plans are surely better where they are allowed:
 recomputing a whole forward pass adds less."""
+
+HARDLY = 3e-3
+"""Share of the step that a budget adds: less is not worth a long proof of how much exactly ..."""
+
+LONG_SECONDS = 4.0
+"""... where everything before it took longer than this."""
 
 PLAN_SHARE = 0.6
 """Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
@@ -181,6 +190,7 @@ def solve_divided(
     by_kind: bool = False,
     tied: Tied | None = None,
     enough: float = 0.0,
+    free_bound: Callable[[P, np.ndarray, float], float] | None = None,
 ) -> Answer[P]:
     """Solves a program and, where memory binds, the one with two decisions per repeated layer instead.
 
@@ -200,12 +210,15 @@ def solve_divided(
             says so (``by_kind``).
         tied: what ``make(0.0)`` has shown under another budget; ``report["tied"]`` of an earlier answer.
         enough: relative gap that will do where memory binds; the report says so (``enough``).
+        free_bound: (problem, plan, seconds) -> lower bound in seconds of all plans without a budget, whatever layers
+            share; the report says so (``free_bound``).
 
     Returns:
         The problem whose plan is taken (or that has none), its solution, and notes for the user.
     """
     parts = _Parts(free_part, bound_part, divided_part)
-    search = _Divided(functools.cache(make), solve, clock() + time_limit, clock, parts, cutoff, by_kind, enough)
+    limits = clock() + time_limit, clock, parts, cutoff
+    search = _Divided(functools.cache(make), solve, *limits, by_kind, enough, free_bound)
     if left_before is not None:
         return search.taken_up(left_before)
     if not splittable(search.one):
@@ -247,9 +260,11 @@ class _Divided(Generic[P]):
         cutoff: float,
         by_kind: bool,
         enough: float,
+        free_bound: Callable[[P, np.ndarray, float], float] | None,
     ) -> None:
         self.make, self.solve, self.deadline, self.clock = make, solve, deadline, clock
         self.parts, self.cutoff, self.by_kind, self.enough = parts, cutoff, by_kind, enough
+        self.free_bound, self.began = free_bound, clock()
         self.known: Left | None = None
         self.first: Any = None
         self.keywords: dict[str, float] = {}
@@ -380,10 +395,16 @@ class _Divided(Generic[P]):
         fine = self.make((0.0 if self.by_kind else HALF) if self.division is None else self.division.first_share)
         relaxed = start_of(one.table, fine.table, known.relaxed)
         start = self._start(fine, relaxed)
+        free = self._without_ties(fine, start, known)
+        if free is not None:
+            known = replace(known, lower_bound=max(known.lower_bound, free), without_memory=free)
         of_fine = replace(known, first_share=fine.table.first_share, choices=start, relaxed=relaxed, prices=self.prices)
-        keywords = self.keywords | ({"relative_gap": self.enough} if self.enough else {})
+        enough = max(self.enough, HARDLY) if free is not None and self._long() else self.enough
+        keywords = self.keywords | ({"relative_gap": enough} if enough else {})
         found = _with_memory(fine, self.solve, of_fine, self.until_end(), **keywords)
-        found.report.update(by_kind=self.by_kind, enough=bool(self.enough) and found.gap <= self.enough)
+        found.report.update(by_kind=self.by_kind, enough=bool(enough) and found.gap <= enough)
+        if free is not None:
+            found.report["free_bound"] = free
         if self.mixed is not None:
             found.report["tied"] = Tied(one, known.relaxed, known.without_memory, known.free_seconds, self.mixed)
         if self.stopped:
@@ -407,6 +428,29 @@ class _Divided(Generic[P]):
             start, self.stopped = best_between(fine.program, few, self.solve, start, seconds, self.prices)
             self.ends = self.clock() if self.stopped else self.ends
         return start
+
+    def _without_ties(self, fine: P, start: np.ndarray | None, known: Left) -> float | None:
+        """Lower bound in seconds of all plans without a budget; None where that cannot show that memory hardly costs.
+
+        The program without a budget is left as soon as its best plan does not fit, long before it is proved. Where that
+        plan costs next to what one costs that fits, its proof is worth more than any search for a better one.
+        """
+        if self.free_bound is None or start is None or self.stopped or self.first is None:
+            return None
+        cost, best = fine.program.cost(start), self.one.program.cost(known.relaxed)
+        least = (1 - HARDLY) * cost
+        if fine.program.peak(start) > fine.program.capacity or not known.without_memory < least <= best:
+            return None
+        try:
+            free = self.free_bound(fine, start, FREE_SHARE * self.left())
+        except KeyboardInterrupt:
+            self.stopped, self.ends = True, self.clock()
+            return None
+        return free if free >= least else None
+
+    def _long(self) -> bool:
+        """Whether everything so far took long."""
+        return self.clock() - self.began > LONG_SECONDS
 
     def _known(self) -> Left:
         assert self.known is not None, "without_budget comes first"

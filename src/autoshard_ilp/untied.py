@@ -38,7 +38,7 @@ PART = 0.5
 SAME = 1e-9
 """Relative: a plan that is faster by less is as fast."""
 
-OF_TIES = ("tied", "priced_bound")
+OF_TIES = ("tied", "priced_bound", "free_bound")
 """What is reported of a program whose layers share decisions, and does not hold for another."""
 
 
@@ -86,6 +86,8 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
     trail = plan.trail
     if trail is None or not trail.costs.tied or not (trail.solution.status == "optimal" or hardly_dear(plan)):
         return plan  # a plan that is not proved among fewer plans has a bound that says more than this one would
+    if "free_bound" in trail.solution.report:
+        return _told(plan, trail.costs)  # that bound is of all plans, and its own
     pricing = plan.timings.get("strategies", 0.0) + plan.timings.get("costs", 0.0)
     if seconds < max(LEAST_SECONDS, TIMES * pricing):
         return plan

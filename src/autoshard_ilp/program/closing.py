@@ -51,7 +51,8 @@ TRIES = 8  # of a limit, per guess
 WINDOW_CELLS = 1_200_000  # of a net whose windows are tried first
 FIRST_STEP = 1e-3  # relative, of the first window above the bound
 WIDE_STEP = 1e-4  # .. of a net with more cells
-PART_OF_GAP = 0.6  # .. where a plan is known
+PART_OF_GAP = 0.6  # .. where a plan is known ..
+SMALL_GAP = 1e-4  # .. or all of it, where it is no larger, relative: one window holds it
 LAST_STEP = 100.0  # the same, of the last one: after it, any plan will do
 WIDER = 0.6  # of the distance between bound and window: the next step ..
 QUICK_SECONDS = 0.3  # .. but after a window that took no longer ..
@@ -95,14 +96,16 @@ class Closing(PricedNet):
             self.owner.look_around()
         self.improve_prices()
         narrow = self.net.size()["cells"] <= WINDOW_CELLS
-        if narrow and not (self.fresh or self.search.done()) and self._windows(QUICK_SECONDS):
+        near = self.search.best is not None and not self._far()  # no better plan is looked for between windows
+        each = math.inf if near else QUICK_SECONDS
+        if narrow and not (self.fresh or self.search.done()) and self._windows(each):
             return self.fresh
         self._better_plan()
         if self.wide() and not (self.fresh or self.search.done()) and self._far() and self.owner.may_look(NEAREST):
             self.owner.within_families(NEAREST)
         if many and not self.fresh and self._poor():
             self.owner.look_around()
-        if narrow and not (self.fresh or self.search.done()) and self._windows():
+        if narrow and not (near or self.fresh or self.search.done()) and self._windows():
             return self.fresh
         if self.bound < self.search.without_memory and not self.search.done():
             return self.fresh  # messages prove less with memory than is known without: little could be ruled out
@@ -163,12 +166,14 @@ class Closing(PricedNet):
         search, owner = self.search, self.owner
         if self.wide():
             return False
-        window = Window(self.net, owner.capacity, self._prices_to_try(), search.deadline)
+        settled = self.messages if self.prices.any() else None
+        window = Window(self.net, owner.capacity, self._prices_to_try(), search.deadline, settled)
         known = max(self.bound, search.lower, search.without_memory, window.bound)
         unit = max(abs(known), owner.first_price() * owner.capacity)
         first = unit * (WIDE_STEP if self.net.size()["cells"] > WINDOW_CELLS else FIRST_STEP)
         if search.best is not None:
-            first = min(first, PART_OF_GAP * (search.upper - known))
+            part = 1.0 if search.upper - known <= SMALL_GAP * abs(search.upper) else PART_OF_GAP
+            first = min(first, part * (search.upper - known))
         step, failed, tries, quickest = max(first, self.step), math.inf, 0, SAME_SECONDS / SAME
         while not (owner.stop() or (search.too_dear and math.isinf(search.upper))):  # first a plan of any kind
             limit = min(known + step, search.upper) if step < LAST_STEP * unit else search.upper

@@ -52,7 +52,7 @@ STALL = 1e-5
 """... the relative rise of the bound that they are worth."""
 
 BOUND_PART = 0.5
-"""Of the time: what the bound of the chain may take."""
+"""Of the time: what the bound of the chain may take of a program that is solved after it."""
 
 
 def solve_repeated(
@@ -84,7 +84,7 @@ def solve_repeated(
     try:
         repeated = copies_in(program, alike)
         since = time.monotonic()
-        part = since + BOUND_PART * (search.deadline - since)
+        part = since + (BOUND_PART if most_cells else 1.0) * (search.deadline - since)
         chain = chain_bound(program, alike.edges, repeated, known, part)
         if chain is not None:
             search.report["chain"] = {"layers": chain.layers, "solved": chain.solved, "bound": chain.lower_bound}
@@ -92,7 +92,8 @@ def solve_repeated(
             search.offer(chain.choices)
             search.tell("proof")
         search.add_seconds("chain", since)
-        if not search.done() and time.monotonic() < search.deadline:
+        far = search.upper - search.lower > FAR * abs(search.upper)
+        if (most_cells or far) and not search.done() and time.monotonic() < search.deadline:
             since = time.monotonic()
             net = stamped_net(program, repeated, search.deadline)
             search.add_seconds("stamping", since)
@@ -102,7 +103,7 @@ def solve_repeated(
                 search.options = replace(options, time_limit=min(options.time_limit, longest))
                 _, bound = descend(search, None, lambda: net, Sight(search).lost)
                 search.prove(bound)
-            elif net.size()["cells"] <= MOST_CELLS and search.upper - search.lower > FAR * abs(search.upper):
+            elif far and net.size()["cells"] <= MOST_CELLS:
                 search.prove(_swept(net, min(search.deadline, time.monotonic() + SOLVE_SECONDS)))
     except KeyboardInterrupt:
         search.report["interrupted"] = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class Relaxations:
         capacity: bytes of every row.
         prices: seconds per byte and row: those to try, the best known first.
         deadline: monotonic seconds, after which bounds rise no more.
+        settled: messages of the net under the first prices, whose constant counts the capacity, where some are known.
 
     Attributes:
         weights: of cost and of bytes per row, (relaxations, 1 + rows).
@@ -43,11 +45,21 @@ class Relaxations:
         EmptyNodeError: a node has no finite strategy.
     """
 
-    def __init__(self, net: Net, capacity: int, prices: Sequence[np.ndarray], deadline: float = math.inf) -> None:
+    def __init__(
+        self,
+        net: Net,
+        capacity: int,
+        prices: Sequence[np.ndarray],
+        deadline: float = math.inf,
+        settled: Messages | None = None,
+    ) -> None:
         self.net, self.capacity = net, capacity
         self.weights = _weights(prices, len(net.base))
         costless = _costless(net)  # values count the capacity in their limits: here it is 0
         self.messages = [Messages(PricedRows(net if w[0] else costless, 0).priced(w[1:])) for w in self.weights]
+        if settled is not None:
+            known = settled.state()
+            self.messages[0].restore(replace(known, bound=known.bound + float(prices[0].sum()) * capacity))
         for messages in self.messages:
             _settle(messages, deadline)
 

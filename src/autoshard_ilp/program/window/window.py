@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.net import EmptyNodeError, Net
 from autoshard_ilp.program.prices import PricedRows
 from autoshard_ilp.program.window.fronts import best_plan
@@ -55,14 +56,22 @@ class Window:
         capacity: bytes of every row.
         prices: seconds per byte and row: those to try, the best known first.
         deadline: monotonic seconds, after which the first bounds rise no more.
+        settled: messages of the net under the first prices, where some are known.
 
     Raises:
         EmptyNodeError: a node has no finite strategy.
     """
 
-    def __init__(self, net: Net, capacity: int, prices: Sequence[np.ndarray], deadline: float = math.inf) -> None:
+    def __init__(
+        self,
+        net: Net,
+        capacity: int,
+        prices: Sequence[np.ndarray],
+        deadline: float = math.inf,
+        settled: Messages | None = None,
+    ) -> None:
         self.net = net
-        self.relaxed = Relaxations(net, capacity, prices, deadline)
+        self.relaxed = Relaxations(net, capacity, prices, deadline, settled)
 
     @property
     def bound(self) -> float:
