@@ -189,6 +189,8 @@ def test_a_program_too_large_to_solve_has_the_bound() -> None:
         assert answer.lower_bound <= best.objective * (1 + 1e-12) <= answer.objective * (1 + 2e-12)
         assert "descent" not in answer.report
         assert answer.report["chain"]["layers"] == 6
+        near = answer.objective - answer.report["chain"]["bound"] <= whole.FAR * answer.objective
+        assert ("stamping" in answer.report["seconds"]) == (not near), "it is not written down where nothing follows"
 
 
 def test_without_a_bound_of_its_chain_a_program_too_large_to_solve_has_that_of_messages(

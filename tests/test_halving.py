@@ -236,6 +236,7 @@ def solution(
     choices = None if np.isinf(objective) else np.array([7, 9])
     report = {"relaxed": np.array([7, 8])} if large else {}
     known = {"status": status, "objective": objective, "choices": choices, "lower_bound": lower, "seconds": took}
+    known["gap"] = 1 - lower / objective
     return SimpleNamespace(report=report, **known)
 
 
@@ -281,6 +282,50 @@ def test_the_larger_program_starts_from_what_is_known() -> None:
     ]
     assert found.report["without_memory"] == 1.9 and notes == (halving.HALVED,)
     assert start_of(TIED.table, FINE.table, np.array([7, 9])).tolist() == [7, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("before", "bound", "asked", "hardly"),
+    [
+        (1.9, 1.999, True, True),  # little was known of the best plan without a budget; it costs next to the same
+        (1.9, 1.95, True, False),  # or it might not
+        (1.999, 1.9, False, False),  # much was known
+    ],
+)
+@pytest.mark.parametrize("long", [False, True])
+def test_a_budget_that_hardly_costs_needs_no_long_proof(
+    before: float, bound: float, asked: bool, hardly: bool, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, met = solution(2.0, "feasible", before, large=True), solution(2.0, "feasible", 1.0)
+    solver, bounds = _Solver([first, met, solution(2.0, "feasible", 1.0)]), []
+
+    def free_bound(problem: Any, plan: np.ndarray, seconds: float) -> float:
+        bounds.append((problem.name, plan.tolist(), seconds))
+        return bound
+
+    for program in (TIED.program, FINE.program):
+        monkeypatch.setattr(program, "cost", lambda x: 2.0)
+    monkeypatch.setattr(halving, "LONG_CELLS", -1 if long else 0)
+    _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now, free_bound=free_bound)
+    assert bounds == [("fine", [7, 9, 9], pytest.approx(halving.FREE_SHARE * 98.0))] * asked
+    keywords = solver.asked[-1][3]
+    assert solver.names() == ["tied", "prices", "fine"]
+    assert keywords["without_memory"] == (bound if hardly else before)
+    assert keywords["proved"] == (bound if hardly else -np.inf)
+    assert keywords.get("relative_gap") == (halving.HARDLY if hardly and long else None)
+    assert found.report.get("free_bound") == (bound if hardly else None)
+
+
+def test_an_interrupt_of_that_proof_ends_the_search_with_its_plan() -> None:
+    first, met = solution(2.0, "feasible", 1.9, large=True), solution(7.0, "feasible", 1.0)
+    first.report["relaxed"] = np.array([8, 8])
+    solver = _Solver([first, met, solution(7.0, "feasible", 1.0)])
+
+    def free_bound(problem: Any, plan: np.ndarray, seconds: float) -> float:
+        raise KeyboardInterrupt
+
+    _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now, free_bound=free_bound)
+    assert solver.asked[-1][1:3] == ([7, 9, 9], 0.0) and found.report["interrupted"]
 
 
 @pytest.fixture

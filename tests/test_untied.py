@@ -14,13 +14,14 @@ from keras import layers
 from tests import zoo
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import planning, untied
+from autoshard_ilp import attempt, halving, planning, untied
+from autoshard_ilp.attempt import Priced, free_bound
 from autoshard_ilp.costs import facts
 from autoshard_ilp.costs.apart import apart, parted
 from autoshard_ilp.costs.build import build_program
+from autoshard_ilp.halving import HARDLY
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.rematsearch import HARDLY
 
 MESH = {"data": 2, "model": 4}
 OPTIONS: dict[str, Any] = {"hardware": "h100", "batch_size": 64, "progress": False}
@@ -85,6 +86,51 @@ def test_a_program_without_ties_costs_the_same_for_the_same_choices(tied_only: A
         choices = trail.solution.choices[step.classes]
         assert step.program.cost(choices) == pytest.approx(trail.solution.objective, rel=1e-12)
         assert len(step.op_ids) == sum(len(c.members) for c in trail.costs.classes)
+
+
+def test_the_bound_without_a_budget_is_of_all_plans(tied_only: Any) -> None:
+    """Also of those whose layers decide for themselves; under a budget or not."""
+    plan = tied_only(deep(4), MESH, memory_budget="600MB", remat="never", **OPTIONS)
+    trail = plan.trail
+    problem = Priced(trail.costs, trail.built, None, None, plan.mesh)  # type: ignore[arg-type]
+    bound = free_bound(problem, trail.solution.choices, trail.request, 60.0)
+    solver = autoshard.SolverOptions(fold_layers=False)
+    best = autoshard.optimize(deep(4), MESH, remat="never", solver=solver, **OPTIONS)
+    assert best.status == "optimal"
+    assert 0.9 * best.cost.total_s < bound <= best.cost.total_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.98])
+def test_a_budget_that_hardly_costs_is_said_to(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little was known of the best plan without a budget, its bound without ties is that of the plan."""
+    model = functools.partial(deep, 8, 256)
+    loose = autoshard.optimize(model, MESH, remat="never", **BINDING)
+    asked: list[float] = []
+
+    def bound(*args: Any) -> float:
+        asked.append(free_bound(*args))
+        return asked[-1]
+
+    def shortly(self: Any, surely: bool, tied: Any) -> Any:
+        found = without_budget(self, surely, tied)
+        assert found is None and self.known is not None
+        self.known = replace(self.known, without_memory=0.9 * self.known.without_memory)
+        return None
+
+    monkeypatch.setattr(facts, "FEW_OPERATIONS", 0)
+    without_budget = halving._Divided.without_budget
+    monkeypatch.setattr(halving._Divided, "without_budget", shortly)
+    monkeypatch.setattr(halving, "HARDLY", 0.05)
+    monkeypatch.setattr(halving, "LONG_CELLS", 0)
+    monkeypatch.setattr(attempt, "free_bound", bound)
+    budget = int(share * loose.memory.peak_bytes)
+    plan = autoshard.optimize(model, MESH, budget, remat="never", **BINDING)
+    assert asked, "the best plan without a budget costs next to what fits"
+    assert plan.lower_bound == pytest.approx(asked[-1])
+    assert 0.95 * plan.cost.total_s <= plan.lower_bound <= loose.cost.total_s
+    assert plan.gap == pytest.approx(1 - plan.lower_bound / plan.cost.total_s, abs=1e-8)
+    assert plan.memory.peak_bytes <= budget
+    assert any("may be faster" in note for note in plan.notes)
 
 
 def test_prices_count_every_byte_of_what_is_held(tied_only: Any) -> None:

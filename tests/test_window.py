@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard_ilp.program import brute_force, closing, solve
+from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.memory import Owners
 from autoshard_ilp.program.model import Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
@@ -82,6 +83,34 @@ def test_the_best_plan_within_any_limit(
         below = best.objective - max(1e-3, 1e-3 * best.objective)
         assert found.solve(below, soon()).status == "infeasible"
         assert found.solve(below, soon()).bound == below
+
+
+@SETTINGS
+@given(programs(memory=True), st.floats(0.0, 0.9), st.sampled_from([0.01, 1.0]))
+def test_a_window_begins_from_messages_that_are_settled(program: Program, part: float, price: float) -> None:
+    """They prove no less than those that it would settle itself, nothing wrong, and the optimum is the same."""
+    program = tight(program, part) or program
+    capacity = 2**40 if program.capacity is None else program.capacity
+    best = brute_force(dataclasses.replace(program, capacity=capacity))
+    try:
+        net = rows_net(program)
+        prices = np.full(len(net.base), price)
+        settled = Messages(PricedRows(net, capacity).priced(prices))
+        settled.sweep(count=100)
+        before = settled.bound
+        found = window.Window(net, capacity, [prices], settled=settled)
+    except EmptyNodeError:
+        assert best.status == "infeasible"
+        return
+    own = float(prices.sum()) * capacity  # of which float noise is a part
+    assert found.relaxed.bounds()[0] - own >= before - 1e-9 * (1 + abs(own))
+    assert settled.bound == before
+    answer = found.solve(math.inf, soon())
+    assert answer.status == best.status
+    if best.status == "optimal":
+        assert answer.choices is not None
+        assert program.cost(answer.choices) == pytest.approx(best.objective, rel=1e-12)
+        assert found.bound <= best.objective + 1e-9 * (1 + abs(own))
 
 
 @pytest.mark.parametrize("shape", ["clique", "random"])

@@ -179,7 +179,7 @@ def free_bound(problem: Priced, plan: np.ndarray, request: Request, seconds: flo
     """Seconds that no plan of a step falls short of without a budget, were each repeated layer to decide for itself.
 
     Args:
-        problem: what the step's layers share decisions in.
+        problem: of the step, tied or not.
         plan: of it, a strategy per class.
         request: objective and solver options.
         seconds: most of them that it may take.
@@ -190,8 +190,6 @@ def free_bound(problem: Priced, plan: np.ndarray, request: Request, seconds: flo
     from autoshard_ilp.costs.apart import apart
     from autoshard_ilp.program.whole import solve_repeated
 
-    if not problem.table.tied:
-        return -math.inf
     step = apart(problem.table, problem.built, request.objective)
     options = within(request.solver, seconds)
     found = solve_repeated(step.program, step.alike, plan[step.classes], options, most_cells=0)

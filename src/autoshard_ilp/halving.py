@@ -74,8 +74,8 @@ recomputing a whole forward pass adds less."""
 HARDLY = 3e-3
 """Share of the step that a budget adds: less is not worth a long proof of how much exactly ..."""
 
-LONG_SECONDS = 4.0
-"""... where everything before it took longer than this."""
+LONG_CELLS = 200_000
+"""... of a program with more table cells than this."""
 
 PLAN_SHARE = 0.6
 """Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
@@ -264,7 +264,7 @@ class _Divided(Generic[P]):
     ) -> None:
         self.make, self.solve, self.deadline, self.clock = make, solve, deadline, clock
         self.parts, self.cutoff, self.by_kind, self.enough = parts, cutoff, by_kind, enough
-        self.free_bound, self.began = free_bound, clock()
+        self.free_bound = free_bound
         self.known: Left | None = None
         self.first: Any = None
         self.keywords: dict[str, float] = {}
@@ -399,7 +399,8 @@ class _Divided(Generic[P]):
         if free is not None:
             known = replace(known, lower_bound=max(known.lower_bound, free), without_memory=free)
         of_fine = replace(known, first_share=fine.table.first_share, choices=start, relaxed=relaxed, prices=self.prices)
-        enough = max(self.enough, HARDLY) if free is not None and self._long() else self.enough
+        long = free is not None and cells_of(fine.program) > LONG_CELLS
+        enough = max(self.enough, HARDLY) if long else self.enough
         keywords = self.keywords | ({"relative_gap": enough} if enough else {})
         found = _with_memory(fine, self.solve, of_fine, self.until_end(), **keywords)
         found.report.update(by_kind=self.by_kind, enough=bool(enough) and found.gap <= enough)
@@ -435,7 +436,7 @@ class _Divided(Generic[P]):
         The program without a budget is left as soon as its best plan does not fit, long before it is proved. Where that
         plan costs next to what one costs that fits, its proof is worth more than any search for a better one.
         """
-        if self.free_bound is None or start is None or self.stopped or self.first is None:
+        if self.free_bound is None or start is None or self.stopped or self.first is None or not fine.table.tied:
             return None
         cost, best = fine.program.cost(start), self.one.program.cost(known.relaxed)
         least = (1 - HARDLY) * cost
@@ -447,10 +448,6 @@ class _Divided(Generic[P]):
             self.stopped, self.ends = True, self.clock()
             return None
         return free if free >= least else None
-
-    def _long(self) -> bool:
-        """Whether everything so far took long."""
-        return self.clock() - self.began > LONG_SECONDS
 
     def _known(self) -> Left:
         assert self.known is not None, "without_budget comes first"
@@ -513,7 +510,12 @@ def _told(found: Any, known: Left) -> Any:
 
 def wide(program: Any) -> bool:
     """Whether a program has so many cells that prices take long."""
-    return sum(edge.table.size for edge in program.edges) > WIDE_CELLS
+    return cells_of(program) > WIDE_CELLS
+
+
+def cells_of(program: Any) -> int:
+    """Cells of the tables of a program's edges."""
+    return sum(edge.table.size for edge in program.edges)
 
 
 def splittable(problem: Priced) -> bool:

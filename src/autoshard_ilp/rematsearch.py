@@ -37,7 +37,7 @@ from autoshard_ilp.fewerblocks import (
     recomputation_is_short,
     worth,
 )
-from autoshard_ilp.halving import BINDS
+from autoshard_ilp.halving import BINDS, HARDLY
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.remat import Policy
 
@@ -52,9 +52,6 @@ DEAR_SHARE = 0.05
 
 SOME_SHARE = 0.01
 """Where it adds more than this, recomputation is tried too if that is quick, or if the plan could not be proved."""
-
-HARDLY = 3e-3
-"""Share of the step that a budget adds: less is not worth a long proof of how much exactly."""
 
 FREE_TIMES = 2.0
 """So many times what a plan that fits took without a budget is the least time for a policy instead of it ..."""
