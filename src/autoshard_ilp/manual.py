@@ -27,6 +27,7 @@ from typing import Any
 from autoshard_ilp._jax_compat import platform_of, row_major, whole_slice
 from autoshard_ilp.costs.primitives import PRODUCTS
 from autoshard_ilp.costs.scatter import spans_slice, stages
+from autoshard_ilp.costs.tile_shape import LANES, ROWS, SHORT_ROWS
 from autoshard_ilp.rules.rule import Kind, OpView, Rule
 from autoshard_ilp.sharding import (
     PARTIAL,
@@ -54,10 +55,8 @@ LOCAL: Mapping[str, str] = {
 }
 
 
-#: Rows of a tile of XLA:TPU's layouts, of 32-bit and of 16-bit numbers, its lanes, and a multiple that fills whole
-#: tiles whichever dimension is tiled ("Tiled layout", https://openxla.org/xla/tiled_layout; the multiple was found by
-#: compiling for v5e).
-SUBLANES, TILE_ROWS, TILE_LANES, SAFE_MULTIPLE = 8, 16, 128, 256
+SAFE_MULTIPLE = 256
+"""A multiple that fills whole tiles whichever dimension is tiled (found by compiling for v5e)."""
 
 
 WINDOW_DIMS = 4
@@ -344,9 +343,9 @@ def _scattered(
     in_stages = spans_slice(axes, sizes, slice_shape)
     first = dim == order.leading or math.prod(value.shape[:dim]) == 1
     inner = not first and dim < value.ndim - 1
-    whole_tiles = inner and value.shape[-1] % TILE_LANES == 0 and rows % TILE_ROWS == 0
+    whole_tiles = inner and value.shape[-1] % LANES == 0 and rows % SHORT_ROWS == 0
     beside = max((n for d, n in enumerate(value.shape) if d != dim), default=1)
-    whole_beside = not slice_shape or beside % TILE_LANES == 0
+    whole_beside = not slice_shape or beside % LANES == 0
     if not in_stages and ((not first and rows % SAFE_MULTIPLE == 0 and whole_beside) or whole_tiles):
         return jax.lax.psum_scatter(value, names, scatter_dimension=dim, tiled=True)
     if slice_shape and order.windowed and not (in_stages or first):
@@ -379,11 +378,11 @@ def _scattered_in_rows(front: Any, names: tuple[str, ...]) -> Any:
     import jax
 
     order = list(range(front.ndim))
-    if front.shape[-1] % TILE_LANES:
+    if front.shape[-1] % LANES:
         order = [0, *sorted(order[1:], key=lambda d: front.shape[d])]
     ordered = jax.numpy.transpose(front, order)
     shape = ordered.shape
-    rows = -(-shape[-2] // SUBLANES) * SUBLANES if shape[-2] >= MANY_ROWS else shape[-2]
+    rows = -(-shape[-2] // ROWS) * ROWS if shape[-2] >= MANY_ROWS else shape[-2]
     sent = row_major(_grown(ordered, (*shape[:-2], rows, shape[-1])))
     shards = jax.lax.psum_scatter(sent, names, scatter_dimension=0, tiled=False)
     back = [order.index(d) - 1 for d in range(1, front.ndim)]
@@ -401,12 +400,12 @@ def _in_whole_tiles(front: Any) -> Any:
     n_shards, *shard = front.shape
     along_lanes = max(range(len(shard)), key=lambda d: shard[d])
     beside = [n for d, n in enumerate(shard) if d != along_lanes]
-    whole = any(n % SUBLANES == 0 for n in beside) or not any(1 < n < SUBLANES for n in beside)
-    numbers, tile = math.prod(shard), SUBLANES * TILE_LANES
-    if whole or (numbers % tile and numbers < SUBLANES * tile):
+    whole = any(n % ROWS == 0 for n in beside) or not any(1 < n < ROWS for n in beside)
+    numbers, tile = math.prod(shard), ROWS * LANES
+    if whole or (numbers % tile and numbers < ROWS * tile):
         return front
     filled = _grown(front.reshape(n_shards, numbers), (n_shards, -(-numbers // tile) * tile))
-    return filled.reshape(n_shards, -1, TILE_LANES)
+    return filled.reshape(n_shards, -1, LANES)
 
 
 def _scattered_in_stages(
@@ -522,8 +521,8 @@ def move(value: Any, before: Layout, after: Layout, mesh: Any, axis_names: Seque
 
 def _in_tiles(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
     """A shape of which some dimensions are filled up to whole tiles: those of MANY_ROWS that fill no sublanes."""
-    uneven = [d for d in dims if shape[d] >= MANY_ROWS and shape[d] % SUBLANES]
-    return [-(-n // TILE_ROWS) * TILE_ROWS if d in uneven else n for d, n in enumerate(shape)]
+    uneven = [d for d in dims if shape[d] >= MANY_ROWS and shape[d] % ROWS]
+    return [-(-n // SHORT_ROWS) * SHORT_ROWS if d in uneven else n for d, n in enumerate(shape)]
 
 
 def _joined(pieces: Any, shape: Sequence[int], dim: int) -> Any:

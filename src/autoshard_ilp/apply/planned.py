@@ -15,7 +15,8 @@ from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.precision import cast_before_collectives, rounded_operands
 from autoshard_ilp.costs.splitk import kept_in_pieces
-from autoshard_ilp.costs.tiles import LANES, whole_rows
+from autoshard_ilp.costs.tile_shape import LANES
+from autoshard_ilp.costs.tiles import whole_rows
 from autoshard_ilp.cuts import computed_as_read
 from autoshard_ilp.finished import updates_waited_for
 from autoshard_ilp.graph import Graph, Op

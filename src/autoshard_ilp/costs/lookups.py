@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs.primitives import VIEWS
-from autoshard_ilp.costs.tiles import LANES, ROWS, padding
+from autoshard_ilp.costs.tile_shape import LANES, ROWS
+from autoshard_ilp.costs.tiles import padding
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.sharding import local_bytes, local_shape
 from autoshard_ilp.strategies import Strategy

@@ -18,11 +18,9 @@ from typing import Any
 
 from autoshard_ilp.costs.memory import Buffers
 from autoshard_ilp.costs.primitives import fusible
+from autoshard_ilp.costs.tile_shape import LANES, ROWS
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.sharding import Layout, local_bytes, local_shape
-
-ROWS, LANES = 8, 128
-"""A tile, in elements."""
 
 POOLING = ("reduce_window", "select_and_scatter_add", "select_and_gather_add", "pad")
 

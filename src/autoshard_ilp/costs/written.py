@@ -13,15 +13,13 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from autoshard_ilp.costs.padding import shape_on_device
+from autoshard_ilp.costs.tile_shape import LANES
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.strategies import Strategy
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 BYTE_BITS = 8
-
-LANES = 128
-"""Elements of a TPU's vector, and of a row of its tiles."""
 
 SHORT_FLOAT_BYTES = 2
 """Of 16-bit floats, which XLA:GPU converts before a long function, and reads unconverted elsewhere."""
