@@ -20,7 +20,7 @@ onload = () => {
     const scrolls = e => e && e !== page.body && (clips(e) || scrolls(e.parentElement));
     const over = [...page.querySelectorAll("body *")].filter(
       e => e.getBoundingClientRect().right > width + 1 && !scrolls(e.parentElement));
-    return [page.documentElement.scrollWidth - width, over.map(e => e.tagName + " " + e.textContent.slice(0, 40))];
+    return [page.scrollingElement.scrollWidth - width, over.map(e => e.tagName + " " + e.textContent.slice(0, 40))];
   };
   document.getElementById("found").textContent = JSON.stringify([...document.querySelectorAll("iframe")].map(cut));
 };

@@ -149,5 +149,5 @@ def sweep_figure(sweep: Any, x: str, y: str, color: str | None, ax: Any = None) 
     if not numeric and (others := [n for n in sweep.varying() if n not in (x, color, "devices")]):
         ax.set_title(f"least over {', '.join(others)}".replace("_", " "), fontsize=9, color=INK, loc="left")
     if color:
-        legend(ax, title=None, loc="best", fontsize=8)
+        legend_below(ax)
     return figure

@@ -50,6 +50,7 @@ def memory(plan: Any) -> base.PlanFigure:
     top = max(peak, budget if near else 0) * 1.04
     left.set_ylim(0, top)
     _time_axis(left, course)
+    left.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))  # of which the labels' one decimal is all
     left.yaxis.set_major_formatter(FuncFormatter(lambda x, _: short(x)))
     _phases(left, course, top)
     i = course.peak_index()
