@@ -46,10 +46,11 @@ def as_products(graph: Graph, op: Op, platform: str) -> Callable[..., Any] | Non
 def product_per_position(image: Any, window: Any, **params: Any) -> Any:
     numbers = params["dimension_numbers"]
     spatial, taps = numbers.lhs_spec[2:], numbers.rhs_spec[2:]
-    products = []
+    products: list[Any] = []
     positions = _positions(image.shape, window.shape, params)
     for position in itertools.product(*map(range, positions)):
-        left, right = image, window
+        # One slice at a time: XLA would cut the first with the image, when that is made, and the others all at once.
+        left, right, products[-1:] = lax.optimization_barrier((image, window, products[-1:]))
         for i, (d, t) in enumerate(zip(spatial, taps, strict=True)):
             at = position[i] * params["window_strides"][i] - params["padding"][i][0]
             n, m = image.shape[d], window.shape[t]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from autoshard_ilp.costs.hoisted import hoisted_casts, never_wide
 from autoshard_ilp.costs.idle import Idleness
 from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup, read_by_products_later
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, largest_bytes, vector_bytes
+from autoshard_ilp.costs.padded_images import Copied, copied_images, image_bytes, piece_bytes
 from autoshard_ilp.costs.padding import WORKSPACE_BYTES, copies_for_tiles, leaves_triton, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.primitives import VIEWS, fusible
@@ -99,6 +101,7 @@ class _Account:
         self.packed = packed_masks(table.graph, fuses, VIEWS) if self.family == "tpu" else frozenset()
         self.pads = self.family == "gpu" and leaves_triton(table.graph)
         self.masked_again = masked_again(table.graph) if self.family == "gpu" else {}
+        self.copied_images = copied_images(table.graph) if self.family == "gpu" else {}
         self.siblings = held_for_siblings(table.graph, table.buffers) if self.pads else {}
         self.first_lookup = first_lookup(table.graph, table.buffers.time) if self.family == "tpu" else 0
         self.tied_lookups = read_by_products_later(table.graph, table.buffers.time) if self.family == "tpu" else {}
@@ -471,6 +474,7 @@ def _hold_results(
             for m in later
         ]
         hold(merged_bytes(graph, representative, cls.strategies, sizes), spans)
+    _hold_images(table, cls, account, hold)
     padded = once(
         table.prices.held, (id(cls.strategies), account.pads), lambda: _padded(table, representative, cls, account.pads)
     )
@@ -478,6 +482,7 @@ def _hold_results(
     padded = padded + masks_of_extremes(graph, representative, cls.strategies, sizes)
     again = [m for m in cls.members if m in account.masked_again]
     shared = bool(again) or representative.id in account.masked_again.values()
+    padded = padded + piece_bytes(graph, representative, cls.strategies, sizes)
     padded = padded + copies_for_groups(graph, representative, cls.strategies, sizes, shared)
     if again:
         until = {m: int(buffers.time[account.masked_again[m]]) + 1 for m in again}
@@ -488,6 +493,19 @@ def _hold_results(
         padded = padded + window_places(graph, representative, cls.strategies, sizes, early)
     times = [(int(buffers.time[m]), (graph.ops[m].scope, m)) for m in cls.members]
     hold(padded, [(time, time + 1, "activations", label) for time, label in times])
+
+
+def _hold_images(table: CostTable, cls: OpClass, account: _Account, hold: Callable[..., None]) -> None:
+    """Copies of images before convolutions of a GPU, until the last of them has read its copy."""
+    graph, time = table.graph, table.buffers.time
+    alike: dict[Copied, list[Span]] = defaultdict(list)
+    for m in cls.members:
+        if m in account.copied_images:
+            copied = account.copied_images[m]
+            span = int(time[m]), int(time[copied.last]) + 1, "activations", (graph.ops[m].scope, m)
+            alike[replace(copied, last=0)].append(span)
+    for copied, spans in alike.items():
+        hold(image_bytes(graph, graph.ops[cls.members[0]], copied, cls.strategies, table.axis_sizes), spans)
 
 
 def _padded(table: CostTable, op: Op, cls: OpClass, pads: bool) -> np.ndarray:
