@@ -416,6 +416,7 @@ def test_attention_over_odd_tokens_leaves_triton(tokens, leaves):
     q = jnp.zeros((4, tokens, 12, 64), "bfloat16")
     assert leaves_triton(_graph(lambda a, b: jnp.einsum("btnh,bsnh->bnts", a, b), q, q)) is leaves
     assert not leaves_triton(_graph(jnp.matmul, jnp.zeros((64, 197)), jnp.zeros((197, 8)))), "a plain product never"
+    assert leaves_triton(_graph(jnp.matmul, jnp.zeros((64, 64), "complex64"), jnp.zeros((64, 8), "complex64")))
 
 
 # -- what XLA:GPU combines

@@ -35,7 +35,7 @@ from autoshard_ilp.costs.written import (
     padded_for_several,
     zeros_of_poolings,
 )
-from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.graph import BOUNDARY, Graph, Op
 
 MAX_LEAVES = 8
 """Buffers counted behind a fused tensor: enough to tell that reading them takes longer than reading the tensor."""
@@ -96,10 +96,23 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
         several &= ~written
         stored[list(packed_masks(graph, fuses, VIEWS))] = True
     stored = _with_dear_ones(graph, root, stored, several, family)
+    stored[_chosen_by_branches(graph, root)] = True
     carries = [op for op in graph.ops if op.primitive == "loop_carry"]
     stored[[int(root[op.outputs[0]]) for op in carries]] = True
     stored[[int(root[op.inputs[1]]) for op in carries if _is_moved(graph, root, stored, op)]] = True
     return stored
+
+
+def _chosen_by_branches(graph: Graph, root: np.ndarray) -> list[int]:
+    """What is computed before a ``cond`` for a branch to hand it on: no branch can fuse what is an operand of it."""
+    found = []
+    for op in graph.ops:
+        for t in op.inputs if op.primitive == "branch_merge" else ():
+            producer = graph.tensors[root[t]].producer
+            before = producer is not None and graph.ops[producer].region == op.region
+            if before and graph.tensors[t].shape and graph.ops[producer].primitive not in BOUNDARY:
+                found.append(int(root[t]))
+    return found
 
 
 def _is_moved(graph: Graph, root: np.ndarray, stored: np.ndarray, carry: Op) -> bool:

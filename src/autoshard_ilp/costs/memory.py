@@ -72,7 +72,7 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
     stored = written_to_memory(graph, root, family, anew)
     if family == "tpu":
         stored[[int(root[t]) for t in met_by_random_bits(graph)]] = True  # a barrier stands behind them
-    time = schedule(graph)
+    time = schedule(graph, family)
     horizon = int(time.max()) + 2 if len(time) else 1
     last_use = _last_uses(graph, root, stored, time)
     begins = _region_begins(graph, time)
@@ -116,23 +116,40 @@ def _sliced_by_one_loop(
             yield op.id, (t.id, int(end[t.id]))
 
 
-def schedule(graph: Graph) -> np.ndarray:
+def schedule(graph: Graph, family: str = "") -> np.ndarray:
     """Time of each op: program order, with update operations as soon as their operands are known.
 
-    An update is one kernel, at one moment. Where updates multiply matrices (Muon orthogonalises what it adds, step by
-    step), they are left in program order, or what every step makes would be there at once.
+    An update is one kernel, at one moment; a ``cond`` chooses all its results at once. Where updates multiply matrices
+    (Muon orthogonalises what it adds, step by step), they are left in program order, or what every step makes would be
+    there at once.
     """
     time = np.arange(len(graph.ops), dtype=np.int64)
     multiplied = any(op.phase == "update" and op.primitive in PRODUCTS for op in graph.ops)
     for op in graph.ops:
         if multiplied or op.phase != "update" or op.region or op.primitive in ("argument", "constant"):
             continue
-        producers = [graph.tensors[t].producer for t in op.inputs]
+        together = graph.regions[op.params["region"]].merges if op.primitive == "branch_merge" else (op.id,)
+        producers = [graph.tensors[t].producer for other in together for t in graph.ops[other].inputs]
         time[op.id] = max((int(time[p]) for p in producers if p is not None), default=0)
+    last = 1 + max((int(time[op.id]) for op in graph.ops if op.phase == "update"), default=0)
+    for op_id in _chosen_last(graph) if family == "gpu" and not multiplied else ():
+        time[op_id] = last
     for result in graph.results:
         producer = graph.tensors[graph.ops[result].inputs[0]].producer
         time[result] = time[producer] if producer is not None else 0
     return time
+
+
+def _chosen_last(graph: Graph) -> Iterator[int]:
+    """Operations of each ``cond`` among the updates that only results wait for: XLA:GPU leaves it to the end (the
+    gradients that an optimizer accumulates are held until the others, and their slots, are updated)."""
+    for region in graph.regions:
+        merges = [graph.ops[m] for m in region.merges]
+        if not merges or region.parent or any(op.phase != "update" for op in merges):
+            continue
+        if all(reader.primitive == "result" for op in merges for t in op.outputs for reader in graph.readers(t)):
+            yield from region.merges
+            yield from (op.id for op in graph.ops if op.region in region.branches)
 
 
 def _last_uses(graph: Graph, root: np.ndarray, stored: np.ndarray, time: np.ndarray) -> np.ndarray:

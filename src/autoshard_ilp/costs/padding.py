@@ -1,11 +1,12 @@
 """Copies that a compiler makes because a shape does not suit its matrix unit.
 
 XLA:GPU hands products to Triton, which needs no padding. Where Triton finds no tiles, as for attention over 197 tokens,
-products go to cuBLAS instead, without a GPU to try on all of them. cuBLAS has a workspace, and products of 16-bit
-numbers where a dimension of one device's share is no multiple of 8 are padded first and their results sliced: one more
-copy of each operand while the product runs (``xla/service/gpu/transforms/cublas_pad_for_gemms``; the slice of the
-result fuses into what reads it). All calls have their workspace in one place, and nearly everything outlives one of
-them, so that place is taken from the first call to the last.
+or has no such numbers (complex ones), products go to cuBLAS instead, without a GPU to try on all of them. cuBLAS has a
+workspace, and products of 16-bit numbers where a dimension of one device's share is no multiple of 8 are padded first
+and their results sliced: one more copy of each operand while the product runs
+(``xla/service/gpu/transforms/cublas_pad_for_gemms``; the slice of the result fuses into what reads it). All calls have
+their workspace in one place, and nearly everything outlives one of them, so that place is taken from the first call to
+the last.
 
 XLA:TPU pads inside its tiled layouts instead (:mod:`autoshard_ilp.costs.tiles`).
 """
@@ -40,6 +41,8 @@ def leaves_triton(graph: Graph) -> bool:
     for op in graph.ops:
         if op.primitive != "dot_general":
             continue
+        if graph.tensors[op.outputs[0]].dtype.startswith("complex"):
+            return True  # Triton has none
         contract, batch = op.params["dimension_numbers"]
         sides = [(graph.tensors[t].shape, c, b) for t, c, b in zip(op.inputs, contract, batch, strict=True)]
         if not batch[0] or any(_free_size(shape, c, b) == 1 for shape, c, b in sides):
