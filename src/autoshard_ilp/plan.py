@@ -205,7 +205,8 @@ class Plan:
         Args:
             mesh: a ``jax.sharding.Mesh`` of the planned axes, for example of compile-only devices; None: the mesh's
                 own devices.
-            marked: name scopes also number the operations, for :func:`autoshard_ilp.verify.verify`.
+            marked: for :func:`autoshard_ilp.verify.verify`: name scopes also number the operations, and arguments that
+                nothing reads count.
 
         Raises:
             PlanMismatchError: the mesh has other axes, or there are too few devices.
@@ -216,7 +217,9 @@ class Plan:
         ins, outs = self._shardings(on)
         step = self._step()
         run = self._function(on, marked)
-        jitted = jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=step.donated)
+        # What a step never reads (Adafactor's whole slots of factored kernels) is on the devices all the same.
+        options: dict[str, Any] = {"donate_argnums": step.donated, "keep_unused": marked}
+        jitted = jax.jit(run, in_shardings=ins, out_shardings=outs, **options)
 
         def check(args: Sequence[Any]) -> None:
             check_structure(args, step.args)
