@@ -333,8 +333,9 @@ def _behind(graph: Graph, tensors: Iterable[int]) -> set[int]:
 
 def _prepared_together(graph: Graph, start: np.ndarray) -> None:
     """XLA:GPU fills with zeros in one kernel, before the first of them is needed, what has equal shapes: the stacks of
-    all loops, and what gradients of tables are added up in. The gradient of a max pooling is made in zeros as well, and
-    where a ReLU is of its shape, these are made for both."""
+    all loops, and what gradients of tables are added up in. Zeros for tables of other shapes wait for nothing, so it
+    makes them while it waits for a collective, before the first of all. The gradient of a max pooling is made in zeros
+    as well, and where a ReLU is of its shape, these are made for both."""
     filled = [
         graph.tensors[op.outputs[0]]
         for op in graph.ops
@@ -344,8 +345,10 @@ def _prepared_together(graph: Graph, start: np.ndarray) -> None:
     for t in filled:
         key = (t.shape, t.dtype)
         first[key] = min(first.get(key, int(start[t.id])), int(start[t.id]))
+    of_tables = {op.outputs[0] for op in graph.ops if _adds_to_zeros(graph, op)}
+    early = min((first[t.shape, t.dtype] for t in filled if t.id in of_tables), default=0)
     for t in filled:
-        start[t.id] = first[t.shape, t.dtype]
+        start[t.id] = early if t.id in of_tables else first[t.shape, t.dtype]
     of_relu: dict[tuple[tuple[int, ...], str], int] = {}
     for op in graph.ops:
         if is_relu(graph, op):
