@@ -405,3 +405,31 @@ def test_gradients_of_tables_are_begun_together(sizes: tuple[int, ...]) -> None:
 
     plan = autoshard.optimize(model, {"data": 2, "model": 4}, hardware="h100", batch_size=4096, progress=False)
     assert 0.95 * plan.memory.peak_bytes < compiled_peak(plan) < 1.09 * plan.memory.peak_bytes
+
+
+@needs_cuda
+@pytest.mark.parametrize(("hardware", "written"), [("h100", False), ("b200", True)])
+def test_exponentials_of_logits_are_written_for_fast_memory(hardware: str, written: bool) -> None:
+    """XLA:GPU computes them again in the backward pass, but for a B200's 7.7 TB/s, as the profile says."""
+
+    def model() -> keras.Model:
+        policy = keras.DTypePolicy("mixed_bfloat16")
+        x = inputs = keras.Input((256, 512))
+        x = keras.layers.Dense(512, activation="relu", dtype=policy)(x)
+        logits = keras.layers.Dense(32768, dtype=policy)(x)
+        made = keras.Model(inputs, logits)
+        made.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return made
+
+    plan = autoshard.optimize(model, {"data": 8}, hardware=hardware, batch_size=64, progress=False)
+    graph, stored = plan.trail.graph, plan.trail.costs.buffers.stored
+    exponentials = [
+        op.outputs[0] for op in graph.ops if op.primitive == "exp" and len(graph.tensors[op.outputs[0]].shape) == 3
+    ]
+    assert exponentials and all(stored[t] == written for t in exponentials)
+    seen = plan.verify(f"{hardware}:8")
+    made = [
+        line.partition(" fusion(")[0] for line in seen.text.partition("ENTRY")[2].splitlines() if " fusion(" in line
+    ]
+    assert any("f32[8,256,32768]" in results for results in made) == written
+    assert 0.95 < seen.compiled_peak_bytes / seen.predicted_peak_bytes < 1.05

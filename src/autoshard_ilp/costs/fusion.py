@@ -77,7 +77,8 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
         root: per tensor, the tensor whose buffer a view reads.
         family: of the hardware.
         anew: whether XLA:TPU computes softmaxes in the products of attention, and long functions in the backward pass
-            again, as for v5e. For v5p it writes them.
+            again, as for v5e. For v5p it writes them. Whether XLA:GPU computes long functions again where less is read
+            for them than they are large, as for h100. For b200 it writes them.
     """
     readers = _readers(graph, root)
     stored = _needs_buffer(graph, root, readers, family, anew)
@@ -258,7 +259,7 @@ def _needs_buffer(
             elif t in donated:
                 stored[t] = not fusible(op)
             else:
-                smaller = family == "gpu" and _size(graph, mine) < graph.tensors[t].bytes  # to read than to keep
+                smaller = family == "gpu" and again and _size(graph, mine) < graph.tensors[t].bytes  # than what is kept
                 anew = (not random or family == "tpu") and (not dear or smaller)
                 stored[t] = (
                     not fusible(op)

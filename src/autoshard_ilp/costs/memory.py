@@ -66,7 +66,7 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
 
     Args:
         family: of the hardware, "tpu", "gpu" or "cpu": their compilers fuse differently.
-        anew: of TPUs, whether softmaxes and long functions are computed again (:func:`written_to_memory`).
+        anew: whether long functions are computed again, and softmaxes of TPUs (:func:`written_to_memory`).
     """
     root = roots(graph)
     stored = written_to_memory(graph, root, family, anew)

@@ -75,7 +75,8 @@ class HardwareProfile:
             like all others.
         vector_idle_copies: for how long a buffer stays there that nobody reads, in copies of the whole vector memory.
         fused_kernels: "more", or "fewer" where XLA:TPU writes softmaxes for the products of attention, and error
-            functions for the backward pass.
+            functions for the backward pass; where XLA:GPU writes long functions, such as the exponentials of logits,
+            rather than compute them again from less.
         heap_loss_share: holes between the buffers of a training step, as a share of those that are live (TPUs).
         link_kind: "torus" (``link_bytes_per_s`` is one link), "switch", "pcie" or "host" (one device's whole egress).
         hop_seconds: per step between neighbours inside a domain.
