@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,9 +176,8 @@ def test_the_bound_of_a_long_chain_takes_one_layer_for_all() -> None:
 
 def test_without_time_there_is_no_bound() -> None:
     chain = Chain(5, 8)
-    assert (
-        chain_bound(chain.program, chain.alike.edges, copies_in(chain.program, chain.alike), chain.known, 0.0) is None
-    )
+    copies = copies_in(chain.program, chain.alike)
+    assert chain_bound(chain.program, chain.alike.edges, copies, chain.known, lambda cells: 0.0) is None
     assert chain_bound(chain.program, chain.alike.edges, [], chain.known) is None
 
 
@@ -248,3 +248,25 @@ def test_a_proof_goes_on_while_it_is_in_sight(gaps: list[float], lost: bool) -> 
         search.lower = 1.0 - gap / 100
         given_up = sight.lost()
     assert given_up == lost and (not lost or now > SOLVE_SECONDS)
+
+
+def test_a_piece_without_time_still_has_the_bound_of_a_few_messages() -> None:
+    chain = Chain(5, 8)
+    net = build_net(chain.program)
+    bound, found = minimum(net, chain.known, -math.inf, 0.0)
+    best = solve(chain.program, SolverOptions(time_limit=60)).objective
+    assert 0.5 * best < bound <= best * (1 + 1e-12)
+    assert chain.program.cost(found) <= chain.program.cost(chain.known)
+
+
+def test_the_deadline_knows_the_cells_of_all_layers() -> None:
+    asked = list[int]()
+
+    def until(cells: int) -> float:
+        asked.append(cells)
+        return math.inf
+
+    for layers in (5, 10):
+        chain = Chain(layers, 8)
+        chain_bound(chain.program, chain.alike.edges, copies_in(chain.program, chain.alike), chain.known, until)
+    assert 0 < asked[0] < asked[1]

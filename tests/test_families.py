@@ -245,6 +245,29 @@ def test_families_alike_are_looked_into_once_and_none_where_time_is_short() -> N
         assert len(asked) == count
 
 
+def test_families_that_give_nothing_better_are_left_after_a_few() -> None:
+    asked = list[Program]()
+
+    def solver(small: Program, options: SolverOptions, cutoff: float) -> Solution:
+        asked.append(small)
+        return solve(small, options, cutoff=cutoff)
+
+    program = frustrated(0, 3)
+    kept = [[np.arange(3) != (v + i) % 3 for v in range(9)] for i in range(3)]
+    program = dataclasses.replace(
+        program, families=lambda: [*kept, *([~np.eye(3, dtype=bool)[i]] * 9 for i in range(3))]
+    )
+    for pace, most in ((FREE, FREE.misses), (dataclasses.replace(FREE, misses=99), 6)):
+        asked.clear()
+        search = Search(program, OPTIONS, time.monotonic(), None)
+        search.offer(solve(program, OPTIONS).choices)
+        search.solver = solver
+        families = Families(search, memory=False)
+        assert families.affordable(pace)
+        families.look(pace)
+        assert len(asked) == most, "none is better than the best"
+
+
 def test_an_interrupt_keeps_the_plan_of_a_family() -> None:
     plan = autoshard.optimize_fn(lambda x: x * 2, (np.ones((8, 8)),), {"a": 2, "b": 2}, hardware="h100", progress=False)
 

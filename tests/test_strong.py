@@ -11,11 +11,10 @@ from hypothesis import given, settings
 
 from autoshard_ilp.program import brute_force, solve, strong
 from autoshard_ilp.program.bounds import Messages
-from autoshard_ilp.program.core import trial_cells
 from autoshard_ilp.program.mathopt import solve_mathopt
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, build_net
-from autoshard_ilp.program.strong import StrongBranching
+from autoshard_ilp.program.strong import StrongBranching, trial_cells
 from program_cases import programs, random_program
 
 
@@ -48,6 +47,15 @@ def frustrated(seed: int, side: int) -> Program:
     return Program(nodes, tuple(edges), Lifetimes.empty(), None)
 
 
+def wheel(seed: int, side: int) -> Program:
+    """The same torus, each node of which pays by another table what one more node, the hub, chooses."""
+    rng, torus = np.random.default_rng(seed), frustrated(seed, side)
+    hub = len(torus.nodes)
+    spokes = (Edge(v, hub, np.arange(3), np.arange(4), 2.0 * rng.random((3, 4)), None) for v in range(hub))
+    nodes = (*torus.nodes, Node("hub", np.zeros(4), None))
+    return Program(nodes, (*torus.edges, *spokes), Lifetimes.empty(), None)
+
+
 def close(a: float, b: float) -> bool:
     return a == b or a == pytest.approx(b, rel=1e-9, abs=1e-15)
 
@@ -67,6 +75,55 @@ def test_cycles_that_messages_leave_open_are_closed(seed: int, monkeypatch: pyte
     monkeypatch.setattr(strong, "CELLS", 1)  # presolve eliminates nothing for it
     cost, bound, nodes = branch(program)
     assert close(cost, best) and close(bound, best) and nodes > 1
+
+
+def test_hubs_are_tried_first_and_leave_fewer_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = wheel(1, 4)
+    assert strong.hubs(Messages(build_net(program)))[0] == 16
+    monkeypatch.setattr(strong, "CELLS", 1)
+    monkeypatch.setattr(strong, "CANDIDATES", 1)
+    cost, bound, few = branch(program)
+    monkeypatch.setattr(strong, "hubs", lambda messages: [])
+    other, proved, many = branch(program)
+    assert close(cost, bound) and close(cost, other) and close(cost, proved)
+    assert few < many, "without them"
+
+
+def test_hubs_that_close_little_are_not_tried_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    def spy(messages: Messages) -> list[int]:
+        asked.append(1)
+        return messages.nodes[:1]
+
+    monkeypatch.setattr(strong, "CELLS", 1)
+    monkeypatch.setattr(strong, "LITTLE", math.inf)
+    monkeypatch.setattr(strong, "hubs", spy)
+    _, _, nodes = branch(frustrated(0, 4))
+    assert nodes > 2 and len(asked) == 1
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(programs())
+def test_branches_seen_through_as_windows_prove_the_same(program: Program) -> None:
+    best = brute_force(program).objective
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strong, "DEAR", 0.0)
+        patch.setattr(strong, "ENOUGH", math.inf)  # whatever trials close
+        patch.setattr(strong, "CELLS", 1)
+        cost, bound, _ = branch(program)
+    assert close(cost, best) and close(bound, best)
+
+
+def test_a_window_that_is_too_wide_is_not_tried_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = frustrated(0, 4)
+    best = solve(program, SolverOptions(time_limit=100.0)).objective
+    monkeypatch.setattr(strong, "DEAR", 0.0)
+    monkeypatch.setattr(strong, "ENOUGH", math.inf)
+    monkeypatch.setattr(strong, "CELLS", 1)
+    monkeypatch.setattr(strong, "WINDOW_SECONDS", -1.0)  # none proves anything
+    cost, bound, nodes = branch(program)
+    assert close(cost, best) and close(bound, best) and nodes > 2
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)

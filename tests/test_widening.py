@@ -70,7 +70,7 @@ def test_windows_that_take_too_long_leave_a_valid_bound(monkeypatch: pytest.Monk
 
 
 def test_wide_nodes_with_large_tables_are_left_to_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "TRIED", 0.0)
+    monkeypatch.setattr(core, "TOO_DEAR", 0.0)
     monkeypatch.setattr(core, "DEAR", 0.0)
     monkeypatch.setattr(core, "load_windows", lambda: load_in(1000.0))  # compiling is no part of the limit
     program = frustrated(0, 6)
@@ -82,7 +82,7 @@ def test_wide_nodes_with_large_tables_are_left_to_windows(monkeypatch: pytest.Mo
 
 
 def test_what_follows_windows_has_the_time_that_compiling_them_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "TRIED", 0.0)
+    monkeypatch.setattr(core, "TOO_DEAR", 0.0)
     monkeypatch.setattr(core, "DEAR", 0.0)
     monkeypatch.setattr(core, "load_windows", lambda: load_in(1000.0))
     monkeypatch.setattr(widening, "PATIENCE_SECONDS", -1.0)  # no window proves anything: CP-SAT is next

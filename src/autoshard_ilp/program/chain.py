@@ -18,12 +18,13 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
+from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.model import Edge, Program
@@ -68,7 +69,11 @@ class ChainBound:
 
 
 def chain_bound(
-    program: Program, kinds: np.ndarray, repeated: Sequence[Copies], known: np.ndarray, deadline: float = math.inf
+    program: Program,
+    kinds: np.ndarray,
+    repeated: Sequence[Copies],
+    known: np.ndarray,
+    deadline: Callable[[int], float] = lambda cells: math.inf,
 ) -> ChainBound | None:
     """The bound of a program with a chain of equal pieces; None where there is none, or no time.
 
@@ -77,7 +82,7 @@ def chain_bound(
         kinds: per edge, its kind.
         repeated: equal pieces of the program; those of the largest chain are the layers.
         known: a finite assignment, good for a start.
-        deadline: monotonic seconds.
+        deadline: monotonic seconds, given the table cells of all layers together, each shrunk by itself.
     """
     if not repeated:
         return None
@@ -85,8 +90,9 @@ def chain_bound(
     for copies in repeated:
         size[copies.chain] += copies.nodes.size
     largest = max(size, key=lambda number: size[number])
-    chain = _Chain(program, kinds, [c for c in repeated if c.chain == largest], known, deadline)
+    chain = _Chain(program, kinds, [c for c in repeated if c.chain == largest], known)
     try:
+        chain.deadline = deadline(chain.cells)
         return chain.run()
     except EmptyNodeError:
         return None
@@ -119,6 +125,11 @@ def minimum(net: Net, known: np.ndarray, deadline: float, enough: float) -> tupl
         Descent(offer, prove, lambda: upper - lower <= enough, deadline).run(net, upper)
     except EmptyNodeError:  # nothing is cheaper
         lower = upper
+    if lower == -math.inf:  # out of time before anything was proved
+        reduce.compress_all(whole)
+        messages = Messages(whole)
+        messages.sweep(count=CHECK)
+        lower = messages.bound
     return min(lower, upper), best
 
 
@@ -128,7 +139,7 @@ class _Chain:
     kinds: np.ndarray
     groups: Sequence[Copies]  # of equal layers
     known: np.ndarray
-    deadline: float
+    deadline: float = math.inf
     between: dict[Position, list[int]] = field(default_factory=lambda: defaultdict(list))  # edge numbers
     around: dict[tuple[int, int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # -1: outside
     outside: list[int] = field(default_factory=list)
@@ -164,6 +175,11 @@ class _Chain:
         ends = {x for _, a, b, _ in self.between for x in (a, b)} | {x for _, a, b in self.around for x in (a, b)}
         open_nodes = frozenset(ends - {-1})
         return [piece_net(self.program, copies, open_nodes, self.deadline) for copies in self.groups]
+
+    @property
+    def cells(self) -> int:
+        """Of the tables of all layers."""
+        return sum(piece.size()["cells"] * len(own.nodes) for piece, own in zip(self.pieces, self.groups, strict=True))
 
     def _usual(self, edges: Sequence[int]) -> Edge:
         """Of edges in one position, one of layers of the largest group, if there is one."""
@@ -290,30 +306,28 @@ class _Chain:
 
     def _sum(self, rest: Net, added: Sequence[list[tuple[int, np.ndarray, np.ndarray]]], began: float) -> ChainBound:
         choices = np.zeros(len(self.program.nodes), np.int64)
-        solved: dict[tuple[object, ...], tuple[float, np.ndarray]] = {}
-        bounds: list[float] = []
         cost = self.program.cost(self.known)
         of_layer, of_rest = ENOUGH[0] * cost / len(added), ENOUGH[1] * cost
+        alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for layer, own in enumerate(added):
-            group = int(self.group[layer])
-            key: tuple[object, ...] = (
-                group,
-                *sorted((x, labels.tobytes(), seconds.tobytes()) for x, labels, seconds in own),
-            )
-            if key not in solved:
-                net = self.pieces[group].copy()
-                for x, labels, seconds in own:
-                    net.add_cost(x, seconds[labels[net.alive[x]]])
-                solved[key] = minimum(net, self.known[self.nodes[layer]], self.deadline, of_layer)
-            bound, found = solved[key]
-            bounds.append(bound)
-            choices[self.nodes[layer]] = found
+            moved = sorted((x, labels.tobytes(), seconds.tobytes()) for x, labels, seconds in own)
+            alike[int(self.group[layer]), *moved].append(layer)
+        bounds: list[float] = []
+        for at, layers in enumerate(sorted(alike.values(), key=len, reverse=True)):
+            net = self.pieces[int(self.group[layers[0]])].copy()
+            for x, labels, seconds in added[layers[0]]:
+                net.add_cost(x, seconds[labels[net.alive[x]]])
+            now = time.monotonic()
+            until = now + (self.deadline - now) / (len(alike) - at)  # each kind has its part of the time
+            bound, found = minimum(net, self.known[self.nodes[layers[0]]], until, of_layer)
+            bounds += [bound] * len(layers)
+            choices[self.nodes[layers]] = found
         now = time.monotonic()
         limit = now + max(REST_SECONDS, REST_TIMES * (now - began))
         bound, found = minimum(rest, self.known, min(self.deadline, limit), of_rest)
         outside = self.layer < 0
         choices[outside] = found[outside]
-        return ChainBound(math.fsum([*bounds, bound]), choices, len(bounds), len(solved))
+        return ChainBound(math.fsum([*bounds, bound]), choices, len(bounds), len(alike))
 
 
 def _potentials(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.compiled import load_windows
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
 from autoshard_ilp.program.presolve import Presolve
-from autoshard_ilp.program.strong import StrongBranching
+from autoshard_ilp.program.strong import DEAR, StrongBranching, trial_cells
 from autoshard_ilp.program.widening import Widening
 
 # Most neighbours and most table cells of an eliminated node, round by round.
@@ -36,8 +36,9 @@ ROUNDS = (
     (99, 8_000_000),
 )
 BEFORE_BRANCHING = 2  # rounds
-TRIED = 2e8  # table cells times strategies of a node, beyond which wider elimination is cheaper than trying them ..
-DEAR = 5e7  # .. and beyond which limits are widened first ..
+TOO_DEAR = 5e9  # table cells times strategies of a node, beyond which wider elimination is cheaper than trying them;
+# where they are more than strong.DEAR, limits are widened first ..
+WINDOW_SECONDS = 1.5  # .. until a window may take longer than this, and ..
 FAR = 0.01  # .. with a better plan than one of so large a relative gap, if one can be had
 BRANCH_SHARE = 0.5  # of the time left, before limits are widened
 SWEEPS = 400  # most sweeps in a round
@@ -83,12 +84,6 @@ def core_plan(messages: Messages, plans: list[np.ndarray], deadline: float) -> n
         return net.complete(inner.improve(inner.decode()))
     except EmptyNodeError:
         return None
-
-
-def trial_cells(net: Net) -> float:
-    """Table cells that one sweep per strategy of a node visits: what trying them takes."""
-    size = net.size()
-    return size["cells"] * size["strategies"] / max(1, size["nodes"])
 
 
 @dataclass
@@ -164,27 +159,28 @@ class Descent:
         if cells > DEAR and self.widening is None:
             if self.better is not None and upper - net.constant > FAR * abs(upper):
                 upper = min(upper, self.better())
-            upper = self._widen(net, upper)
-        if cells > TRIED:
+            upper = self._widen(net, upper, WINDOW_SECONDS)
+        if self._over() or cells > TOO_DEAR:
             return upper, self._over()
+        self.branching = StrongBranching(self.offer, self.prove, self.done, self.deadline)
+        self.branching.deadline = time.monotonic() + BRANCH_SHARE * (self.deadline - time.monotonic())
+        self.branching.run(net if self.widening is None else self.widening.net.copy(), upper)
         if not self._over():
-            self.branching = StrongBranching(self.offer, self.prove, self.done, self.deadline)
-            if self.widening is None:
-                self.branching.deadline = time.monotonic() + BRANCH_SHARE * (self.deadline - time.monotonic())
-            self.branching.run(net, upper)
-            if self.widening is None and not self._over():
-                self.branching.upper = self._widen(net, self.branching.upper)
-                self.branching.deadline = self.deadline
-                self.branching.resume()
+            self.branching.upper = self._widen(net, self.branching.upper)
+            self.branching.deadline = self.deadline
+            self.branching.resume()
         return upper, True
 
-    def _widen(self, net: Net, upper: float) -> float:
+    def _widen(self, net: Net, upper: float, most_seconds: float = math.inf) -> float:
         self.deadline += load_windows()
-        self.widening = Widening(self.offer, self.prove, self.done, self.deadline)
         try:
-            return self.widening.run(net, upper)
+            if self.widening is not None:
+                return self.widening.resume(upper, most_seconds)
+            self.widening = Widening(self.offer, self.prove, self.done, self.deadline)
+            return self.widening.run(net, upper, most_seconds)
         finally:
-            self.log.append({"windows": self.widening.windows})
+            if self.widening is not None:
+                self.log.append({"windows": list(self.widening.windows)})
 
     def _any_plan(self, net: Net, upper: float) -> None:
         """Out of time without a plan: what a few messages choose is one."""

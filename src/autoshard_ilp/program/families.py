@@ -31,11 +31,13 @@ class Pace:
         rate: strategies a second; less time rarely leads to a good plan.
         first: of what is left of that share, for each next family, those most like the best plan known first. 0: all
             families have their part of it, by their strategies.
+        misses: families in a row without a better plan, after which the others are left.
     """
 
     share: float
     rate: int
     first: float = 0.0
+    misses: int = 1 << 30
 
     def enough(self, seconds: float, sizes: Sequence[float]) -> bool:
         """Whether so much time left is enough for families of so many strategies."""
@@ -46,8 +48,8 @@ class Pace:
 ALL = Pace(share=0.3, rate=6000)
 """Under memory rows, where windows take long."""
 
-FREE = Pace(share=0.3, rate=30_000, first=0.5)
-"""Without memory, before limits are widened."""
+FREE = Pace(share=0.3, rate=30_000, first=0.5, misses=2)
+"""Without memory, before limits are widened and nodes branched on, which find better plans."""
 
 NEAREST = Pace(share=0.7, rate=3000, first=0.9)
 """Under memory rows in wide nets, where no other way proves or finds much."""
@@ -130,11 +132,11 @@ class Families:
         """
         search, now = self.search, time.monotonic()
         until = now + pace.share * (search.deadline - now)
-        plans, seen = list[np.ndarray](), list[np.ndarray]()
+        plans, seen, missed = list[np.ndarray](), list[np.ndarray](), 0
         families, self.all = self.sorted(), []
         total = sum(size for size, _ in families)
         for size, kept in families:
-            if search.done() or time.monotonic() > until:
+            if search.done() or time.monotonic() > until or missed >= pace.misses:
                 break
             small = restricted(self.program, kept)
             sums = _sums(small)
@@ -146,6 +148,7 @@ class Families:
             seconds = max(share, pace.first) * (until - time.monotonic())
             options = replace(search.options, time_limit=max(0.0, seconds))
             found = search.solver(small, options, cutoff=self.known()[1])
+            missed = 0 if found.choices is not None else missed + 1
             if found.choices is not None:
                 plans.append(np.array([np.flatnonzero(k)[s] for k, s in zip(kept, found.choices, strict=True)]))
                 self.offer(plans[-1])

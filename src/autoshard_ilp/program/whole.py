@@ -24,7 +24,7 @@ from autoshard_ilp.program.search import Search
 from autoshard_ilp.program.solve import descend
 from autoshard_ilp.program.stamping import stamped_net
 
-CELLS = 10_000_000
+CELLS = 60_000_000
 """Table cells, its repeated pieces shrunk, of a program that is solved: of more, messages take long."""
 
 SOLVE_SECONDS = 3.0
@@ -84,8 +84,11 @@ def solve_repeated(
     try:
         repeated = copies_in(program, alike)
         since = time.monotonic()
-        part = since + (BOUND_PART if most_cells else 1.0) * (search.deadline - since)
-        chain = chain_bound(program, alike.edges, repeated, known, part)
+
+        def until(cells: int) -> float:
+            return since + (BOUND_PART if cells <= most_cells else 1.0) * (search.deadline - since)
+
+        chain = chain_bound(program, alike.edges, repeated, known, until)
         if chain is not None:
             search.report["chain"] = {"layers": chain.layers, "solved": chain.solved, "bound": chain.lower_bound}
             search.prove(chain.lower_bound)

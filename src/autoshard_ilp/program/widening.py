@@ -46,52 +46,62 @@ class Widening:
         self.offer, self.prove, self.done, self.deadline = offer, prove, done, deadline
         self.windows: list[dict[str, Any]] = []
 
-    def run(self, net: Net, upper: float) -> float:
+    def run(self, net: Net, upper: float, most_seconds: float = math.inf) -> float:
         """Widen the limit until the optimum is known, or windows get too wide. Returns the cost of the best plan known.
 
         Args:
             net: without memory rows.
             upper: seconds; only cheaper plans are wanted.
+            most_seconds: of a window, after which :meth:`resume` would go on.
 
         Raises:
             EmptyNodeError: no plan is cheaper than ``upper``.
         """
         net = net.copy()
-        patience, (began, began_alone) = PATIENCE_SECONDS, (time.monotonic(), time.thread_time())
+        self.began, self.began_alone = time.monotonic(), time.thread_time()
         reduce.compress_all(net)
         messages = Messages(net)
         settle(messages, upper, SWEEPS, STALL, self.deadline)
-        net = messages.apply()
+        self.net = net = messages.apply()
         self.prove(net.constant)
         reduce.compress_all(net)
-        window = Window(net, 0, [np.zeros(0)], self.deadline)
-        known, failures, too_wide = max(window.bound, net.constant), 0, math.inf
-        step = min(FIRST_PART * (upper - known), FIRST_STEP * abs(known))
-        while not self.done() and failures < FAILURES and step > LEAST_STEP * abs(known):
+        self.window = Window(net, 0, [np.zeros(0)], self.deadline)
+        self.known, self.too_wide = max(self.window.bound, net.constant), math.inf
+        self.step = min(FIRST_PART * (upper - self.known), FIRST_STEP * abs(self.known))
+        return self.resume(upper, most_seconds)
+
+    def resume(self, upper: float, most_seconds: float = math.inf) -> float:
+        """Go on from the limit that was proved last; as :meth:`run`."""
+        failures, patience = 0, min(PATIENCE_SECONDS, most_seconds)
+        while not self.done() and failures < FAILURES and self.step > LEAST_STEP * abs(self.known):
             now, since = time.monotonic(), time.thread_time()
             if now > self.deadline:
                 break
-            limit = upper if known + 1.5 * step > upper else known + step
-            if limit >= too_wide:
-                limit = 0.5 * (known + too_wide)
+            limit = upper if self.known + 1.5 * self.step > upper else self.known + self.step
+            if limit >= self.too_wide:
+                limit = 0.5 * (self.known + self.too_wide)
             # What a window may take, and steps, shall not depend on what else a machine does.
-            waits = max(1.0, (now - began) / max(since - began_alone, LEAST_SECONDS))
-            found = window.solve(limit, now + min(patience * waits, SHARE * (self.deadline - now)))
+            waits = max(1.0, (now - self.began) / max(since - self.began_alone, LEAST_SECONDS))
+            found = self.window.solve(limit, now + min(patience * waits, SHARE * (self.deadline - now)))
             took = time.thread_time() - since
             self.windows.append({"limit": limit, "status": found.status, "seconds": took})
             if found.choices is not None:
-                upper = self.offer(net.complete(found.choices))
+                upper = self.offer(self.net.complete(found.choices))
             self.prove(min(found.bound, upper))
             if found.status == "unknown":
-                failures, too_wide, step = failures + 1, limit, 0.5 * (limit - known)
+                failures, self.too_wide, self.step = failures + 1, limit, 0.5 * (limit - self.known)
                 patience *= 2.0
             elif found.status == "optimal":
                 break
             elif limit >= upper:
                 raise EmptyNodeError("limit")
             else:
-                known, too_wide = limit, math.inf
-                step = 2.0 * step if took <= QUICK_SECONDS else min(2.0 * step, self._next_step(step))
+                self.known, self.too_wide = limit, math.inf
+                self.step *= 2.0
+                if took > QUICK_SECONDS:
+                    self.step = min(self.step, self._next_step(0.5 * self.step))
+            if GROWTH * took > most_seconds:
+                break
         return upper
 
     def _next_step(self, step: float) -> float:
