@@ -395,6 +395,14 @@ def test_loops_that_may_stop_early_are_bounded() -> None:
     assert any("at their most: 12" in note for note in found.notes)
 
 
+def test_a_bound_that_only_guards_the_counter_says_nothing() -> None:
+    found = optimize_fn(jax.random.poisson, (jax.random.key(0), X))
+    assert any("whose number of iterations is not known" in note for note in found.notes)
+    assert not any("at their most" in note for note in found.notes)
+    assert found.cost.total_s < 1e-3
+    assert trips(counted(0, 1, 2**31 - 1, "<"), X) == [(2**31 - 1, "exact")], "but a count is one, however large"
+
+
 def test_nested_loops_multiply() -> None:
     def inner(x: Any) -> Any:
         return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ c[1]), (0, x))[1]

@@ -6,8 +6,9 @@ A counter that starts at ``init``, grows by ``step`` in every iteration and is c
 
 and likewise for the other comparisons. ``init``, ``step`` and ``limit`` must be integers known while tracing; they are
 followed through additions, conversions, inlined calls and values that the loop hands through unchanged. Where the
-condition is "counted *and* something else" the count is an upper bound. Everything else is unknown (None), never a
-guess.
+condition is "counted *and* something else" the count is an upper bound, unless it is one that no step would wait for:
+``jax.random.poisson`` rejects samples for at most 2^31 - 1 rounds, which only keeps its counter from overflowing.
+Everything else is unknown (None), never a guess.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _HOLDS = {kind: getattr(operator, kind) for kind in ("lt", "le", "gt", "ge", "ne
 _NEGATED = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "ne": "eq", "eq": "ne"}
 _MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "ne": "ne", "eq": "eq"}
 _SAME_VALUE = frozenset({"convert_element_type", "copy", "stop_gradient", "squeeze", "reshape", "broadcast_in_dim"})
+
+MOST_ITERATIONS = 2**24
+"""Upper bounds of more say nothing: at the few microseconds that starting one kernel takes, a step of minutes."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ def counted_loop(params: Mapping[str, Any], known: Sequence[int | None]) -> Trip
         params: of the equation.
         known: the integer that each of its operands is (constants of the condition, of the body, initial values), None
             where it is not known while tracing.
+
+    Returns:
+        None where the loop does not say, or says no more than a bound above ``MOST_ITERATIONS``.
     """
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     start = list(known[n_cond + n_body :])
@@ -75,7 +82,8 @@ def counted_loop(params: Mapping[str, Any], known: Sequence[int | None]) -> Trip
         unchanged = end == _Affine(i, 0)
         inputs.append(_constant(start[i]) if unchanged else _Affine(i, 0))
     (condition,) = _evaluate(params["cond_jaxpr"], inputs)
-    return _count(condition, start, ends)
+    found = _count(condition, start, ends)
+    return None if found is not None and not found.exact and found.iterations > MOST_ITERATIONS else found
 
 
 def _constant(value: int | None) -> _Affine | None:
