@@ -409,16 +409,6 @@ def test_operands_of_odd_shapes_are_padded_for_cublas(shapes, dtype, copies):
     assert (held <= held[0]).all()
 
 
-@pytest.mark.parametrize(("tokens", "leaves"), [(128, False), (197, True), (1, False)])
-def test_attention_over_odd_tokens_leaves_triton(tokens, leaves):
-    from autoshard_ilp.costs.padding import leaves_triton
-
-    q = jnp.zeros((4, tokens, 12, 64), "bfloat16")
-    assert leaves_triton(_graph(lambda a, b: jnp.einsum("btnh,bsnh->bnts", a, b), q, q)) is leaves
-    assert not leaves_triton(_graph(jnp.matmul, jnp.zeros((64, 197)), jnp.zeros((197, 8)))), "a plain product never"
-    assert leaves_triton(_graph(jnp.matmul, jnp.zeros((64, 64), "complex64"), jnp.zeros((64, 8), "complex64")))
-
-
 # -- what XLA:GPU combines
 
 

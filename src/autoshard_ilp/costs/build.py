@@ -23,7 +23,7 @@ from autoshard_ilp.costs.idle import Idleness
 from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup, read_by_products_later
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, largest_bytes, vector_bytes
 from autoshard_ilp.costs.padded_images import Copied, copied_images, image_bytes, piece_bytes
-from autoshard_ilp.costs.padding import WORKSPACE_BYTES, copies_for_tiles, leaves_triton, masked_copies, window_places
+from autoshard_ilp.costs.padding import WORKSPACE_BYTES, copies_for_tiles, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.costs.reshard_tables import agreeing
@@ -38,6 +38,7 @@ from autoshard_ilp.costs.tiles import (
     through_convolutions,
     tiled_bytes,
 )
+from autoshard_ilp.costs.triton import leaves_triton
 from autoshard_ilp.costs.workspace import workspace_spans
 from autoshard_ilp.costs.written import made_in_results, masks_of_extremes, packed_bytes, packed_masks
 from autoshard_ilp.graph import BOUNDARY, Graph, Op

@@ -1,7 +1,6 @@
 """Copies that a compiler makes because a shape does not suit its matrix unit.
 
-XLA:GPU hands products to Triton, which needs no padding. Where Triton finds no tiles, as for attention over 197 tokens,
-or has no such numbers (complex ones), products go to cuBLAS instead, without a GPU to try on all of them. cuBLAS has a
+XLA:GPU hands products to Triton, which needs no padding, or to cuBLAS (:mod:`autoshard_ilp.costs.triton`). cuBLAS has a
 workspace, and products of 16-bit numbers where a dimension of one device's share is no multiple of 8 are padded first
 and their results sliced: one more copy of each operand while the product runs
 (``xla/service/gpu/transforms/cublas_pad_for_gemms``; the slice of the result fuses into what reads it). All calls have
@@ -25,36 +24,11 @@ from autoshard_ilp.strategies import Strategy
 GEMM_MULTIPLE = 8
 """Elements that a dimension of a 16-bit product is padded to a multiple of."""
 
-
-TRITON_TILE = 16
-"""Elements of the smallest tile; a token dimension that is no multiple of it cannot be tiled with its neighbours."""
-
 WORKSPACE_BYTES = 2**25
 """Of a cuBLAS call on Hopper and later (``xla/service/gpu/transforms/gemm_rewriter``; 4 MiB before)."""
 
 PLACE_BYTES = 4
 """Of an index into one dimension, and of the maximum found there."""
-
-
-def leaves_triton(graph: Graph) -> bool:
-    """Whether XLA:GPU, without a GPU to try on, finds no Triton tiles for some product of a step."""
-    for op in graph.ops:
-        if op.primitive != "dot_general":
-            continue
-        if graph.tensors[op.outputs[0]].dtype.startswith("complex"):
-            return True  # Triton has none
-        contract, batch = op.params["dimension_numbers"]
-        sides = [(graph.tensors[t].shape, c, b) for t, c, b in zip(op.inputs, contract, batch, strict=True)]
-        if not batch[0] or any(_free_size(shape, c, b) == 1 for shape, c, b in sides):
-            continue  # with vectors, as in the kernel's gradient of a depthwise convolution, it is a sum of a product
-        for shape, _, dims in sides:
-            if any(n > TRITON_TILE and n % TRITON_TILE for d, n in enumerate(shape) if d not in dims):
-                return True
-    return False
-
-
-def _free_size(shape: Sequence[int], contract: Sequence[int], batch: Sequence[int]) -> int:
-    return math.prod(n for d, n in enumerate(shape) if d not in contract and d not in batch)
 
 
 def copies_for_tiles(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:

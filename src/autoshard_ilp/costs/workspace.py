@@ -21,7 +21,7 @@ def workspace_spans(graph: Graph, buffers: Buffers, n_devices: int) -> list[tupl
     """Half-open spans of time from the first product to the last in which the place holds nothing else.
 
     Args:
-        graph: of a step whose products cuBLAS computes (:func:`autoshard_ilp.costs.padding.leaves_triton`).
+        graph: of a step whose products cuBLAS computes (:func:`autoshard_ilp.costs.triton.leaves_triton`).
         buffers: of that graph.
         n_devices: among which a buffer is divided at most.
     """
