@@ -89,6 +89,28 @@ def test_uneven_dimensions_are_sent_as_priced(seed):
         assert all(abs(want[k] - got[k]) <= 0.02 * want[k] + 256 for k in want), (start, end, want, got)
 
 
+def test_uneven_shards_are_gathered_with_their_padding():
+    path = steps((64, 84), 4, (1, 1), (WHOLE, WHOLE), SIZES, _costs())
+    assert [(s.kind, s.payload_bytes) for s in path] == [("all-gather", 64 * 88 * 4)], "eight shards of 11 columns"
+    alone = ReshardTables(SIZES, _costs()).table((64, 84), 4, ((1, 1),), ((WHOLE, WHOLE),))[0].item()
+    assert alone == pytest.approx(_costs().seconds("all-gather", (0, 1), 64 * 88 * 4), rel=1e-9)
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_the_compiler_gathers_the_padding_too():
+    mesh = mesh_of("h100:8")
+
+    def columns(x, w):
+        y = jax.lax.with_sharding_constraint(x @ w, sharding(mesh, (1, 1), 2))
+        return jax.lax.with_sharding_constraint(y, sharding(mesh, (WHOLE, WHOLE), 2))
+
+    whole = (WHOLE, WHOLE)
+    got = sent(columns, mesh, [(64, 32), (32, 84)], [whole, whole], whole)
+    (step,) = steps((64, 84), 2, (1, 1), whole, SIZES, _costs())
+    assert got == predicted([(step.kind, step.axes, step.payload_bytes)])
+
+
 def test_what_is_gathered_on_the_way_counts_as_held():
     tables = ReshardTables(SIZES, _costs())
     (held,) = tables.table(UNEVEN, 2, ((WHOLE, 1),), ((1, 1),))[1][0]

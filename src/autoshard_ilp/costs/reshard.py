@@ -61,7 +61,8 @@ def steps(
         for axis, dim in zip(axes, dims, strict=True):
             after[axis] = dim
         before, now = now, tuple(after)
-        payload: float = {"all-gather": held(now), "all-to-all": held(before)}.get(kind, 0)
+        gathered = held(before) * math.prod(sizes[axis] for axis in axes)  # padded, where the shards are
+        payload: float = {"all-gather": gathered, "all-to-all": held(before)}.get(kind, 0)
         done.append(Step(kind, axes, payload, now))
         for layout, dim in ((before, before[axes[0]]), (now, dims[0])):
             order = reordered_axes(axes, layout, dim)

@@ -229,7 +229,7 @@ class _Pairs:
         after = np.where(moved, dim[:, None], before)
         held_before, held_after = self.held(before), self.held(after)
         if kind != "slice":
-            payload = held_after if kind == "all-gather" else held_before
+            payload = held_before * (shards_of(moved, self.held.sizes) if kind == "all-gather" else 1)
             self.seconds[rows] += self.prices.seconds(kind, axes, payload)
         if kind == "all-gather":
             self.gather_calls[rows] += self.prices.call_seconds(kind, axes)
