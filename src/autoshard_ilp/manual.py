@@ -328,6 +328,8 @@ def _scattered(
     shard, is never tiled. Where shards fill tiles in every layout, and what is beside them fills lanes (a vocabulary of
     50272 does not), it is left out, since it can cost a copy; in front of the first dimension, or of the ``leading``
     one of the order in which the result is computed, it costs none, and saves what XLA pads to scatter in equal pieces.
+    In front of the first dimension of a matrix whose readers want its transpose it would cost one: their order would reach
+    the product's sums before they are scattered.
     What has more dimensions (heads, experts) may be computed in an order in which that one is not the first: there one
     is asked for (:func:`_scattered_in_rows`). So it is of convolutions, the order of whose other dimensions is kept:
     moved behind the window's they would be padded many times.
@@ -341,8 +343,9 @@ def _scattered(
     n_shards = math.prod(sizes[a] for a in axes)
     rows = value.shape[dim] // n_shards
     in_stages = spans_slice(axes, sizes, slice_shape)
-    first = dim == order.leading or math.prod(value.shape[:dim]) == 1
-    inner = not first and dim < value.ndim - 1
+    turned = value.ndim == 2 and order.leading == 1  # a matrix whose readers want its transpose
+    first = dim == order.leading or (math.prod(value.shape[:dim]) == 1 and not turned)
+    inner = not first and not turned and dim < value.ndim - 1
     whole_tiles = inner and value.shape[-1] % LANES == 0 and rows % SHORT_ROWS == 0
     beside = max((n for d, n in enumerate(value.shape) if d != dim), default=1)
     whole_beside = not slice_shape or beside % LANES == 0
