@@ -328,8 +328,8 @@ def _scattered(
     shard, is never tiled. Where shards fill tiles in every layout, and what is beside them fills lanes (a vocabulary of
     50272 does not), it is left out, since it can cost a copy; in front of the first dimension, or of the ``leading``
     one of the order in which the result is computed, it costs none, and saves what XLA pads to scatter in equal pieces.
-    In front of the first dimension of a matrix whose readers want its transpose it would cost one: their order would reach
-    the product's sums before they are scattered.
+    In front of the first dimension of a matrix whose readers want its transpose it would cost one: their order would
+    reach the product's sums before they are scattered.
     What has more dimensions (heads, experts) may be computed in an order in which that one is not the first: there one
     is asked for (:func:`_scattered_in_rows`). So it is of convolutions, the order of whose other dimensions is kept:
     moved behind the window's they would be padded many times.
