@@ -329,7 +329,7 @@ def _scattered(
     50272 does not), it is left out, since it can cost a copy; in front of the first dimension, or of the ``leading``
     one of the order in which the result is computed, it costs none, and saves what XLA pads to scatter in equal pieces.
     In front of the first dimension of a matrix whose readers want its transpose it would cost one: their order would
-    reach the product's sums before they are scattered.
+    reach the product's sums before they are scattered. (Those of 32 bits; of 16 bits no such copies were seen.)
     What has more dimensions (heads, experts) may be computed in an order in which that one is not the first: there one
     is asked for (:func:`_scattered_in_rows`). So it is of convolutions, the order of whose other dimensions is kept:
     moved behind the window's they would be padded many times.
@@ -343,7 +343,7 @@ def _scattered(
     n_shards = math.prod(sizes[a] for a in axes)
     rows = value.shape[dim] // n_shards
     in_stages = spans_slice(axes, sizes, slice_shape)
-    turned = value.ndim == 2 and order.leading == 1  # a matrix whose readers want its transpose
+    turned = value.ndim == 2 and order.leading == 1 and value.dtype == "float32"
     first = dim == order.leading or (math.prod(value.shape[:dim]) == 1 and not turned)
     inner = not first and not turned and dim < value.ndim - 1
     whole_tiles = inner and value.shape[-1] % LANES == 0 and rows % SHORT_ROWS == 0
