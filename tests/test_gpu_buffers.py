@@ -336,6 +336,7 @@ def test_loops_hold_what_was_gathered_for_them_instead_of_what_was_stacked(monke
     assert autoshard.optimize(model, {"data": 2, "model": 4}, **options).memory.peak_bytes > 1.08 * compiled
 
 
+@pytest.mark.slow
 @needs_cuda
 @unlike_jax_12("33.0 MB are counted twice without, 33.6 of 0.10")
 def test_what_layers_compute_alike_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ def test_only_what_lives_between_products_takes_the_place_of_their_workspace(row
     assert not free[:first].any() and not free[last + 1 :].any()
 
 
+@pytest.mark.slow
 @needs_cuda
 @unlike_jax_12("956 MB of 1071 MB predicted")
 def test_memory_of_attention_over_odd_tokens() -> None:
