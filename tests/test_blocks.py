@@ -105,6 +105,7 @@ def test_convolution_blocks_that_recompute_hold_less() -> None:
         assert not [op for op in again if op.primitive.startswith("reduce_") and 0 in op.params["axes"]]
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_compiled_convolution_blocks_hold_as_much_as_predicted() -> None:
     compiled = []

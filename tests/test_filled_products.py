@@ -22,6 +22,7 @@ def planned(hardware: Any = "tpu-v5p") -> autoshard.Plan:
     return autoshard.optimize(factory, {"replica": 2, "data": 2, "model": 2}, hardware=hardware, **options)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_uneven_logits_is_counted_as_written() -> None:
     more = replace(autoshard.profile("tpu-v5p"), fused_kernels="more")
     counted, without = planned(), planned(more)

@@ -97,6 +97,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, run_job(1, folder, 4)[0], run_job(2, folder, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3 * SECONDS)
 def test_two_processes_equal_one(pair: Any) -> None:
     folder, alone, found = pair
@@ -104,6 +105,7 @@ def test_two_processes_equal_one(pair: Any) -> None:
     check_checkpoints(folder, 2)
 
 
+@pytest.mark.slow
 def test_two_processes_that_disagree_stop_with_one_message(pair: Any) -> None:
     messages = [result["disagreements"] for result in pair[2]]
     both = {

@@ -616,6 +616,7 @@ def test_the_tpu_compiler_copies_images_into_tiles_of_batch_and_channels() -> No
     assert tiled_bytes(shape, 2.0, (0,), sizes, (0, 3)) in sizes_seen, "the copy that is counted"
 
 
+@pytest.mark.slow
 @needs_tpu
 @pytest.mark.tpu
 def test_depthwise_gradients_are_computed_device_by_device() -> None:
