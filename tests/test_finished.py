@@ -161,6 +161,7 @@ def language_model() -> Any:
     return net
 
 
+@pytest.mark.slow
 @needs_tpu
 @pytest.mark.tpu
 @pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -175,6 +176,7 @@ def test_logits_are_freed_by_the_backward_pass_on_tpu(waits: bool, monkeypatch: 
     assert (peak < 465e6) == waits
 
 
+@pytest.mark.slow
 @needs_tpu
 @pytest.mark.tpu
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.slow)])

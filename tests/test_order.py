@@ -176,6 +176,7 @@ def test_waiting_for_sums_changes_no_value_and_looks_at_each_devices_own(monkeyp
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @needs_tpu
 @pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_logits_with_a_bias_are_freed_by_the_backward_pass_on_tpu(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +294,7 @@ def test_waiting_for_metrics_changes_no_value(monkeypatch: pytest.MonkeyPatch) -
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_logits_are_freed_by_the_backward_pass_on_tpu() -> None:
     """Without waiting the logits and three masks are held to the end of the step: 447 MB."""

@@ -318,6 +318,7 @@ def test_the_tpu_compiler_casts_stacks_before_the_loop() -> None:
     assert found.compiled_peak_bytes > plan.memory.inputs + 2 * 4 * 2048 * 8192 * 2
 
 
+@pytest.mark.slow
 @needs_tpu
 @pytest.mark.tpu
 def test_what_is_gathered_into_a_donated_weight_costs_no_copies() -> None:
