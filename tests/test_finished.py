@@ -164,7 +164,7 @@ def language_model() -> Any:
 @pytest.mark.slow
 @needs_tpu
 @pytest.mark.tpu
-@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("waits", [True, False])
 def test_logits_are_freed_by_the_backward_pass_on_tpu(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting, the gradient of the logits' weight is computed at the end: 485 MB instead of 446."""
     if not waits:
@@ -179,7 +179,7 @@ def test_logits_are_freed_by_the_backward_pass_on_tpu(waits: bool, monkeypatch: 
 @pytest.mark.slow
 @needs_tpu
 @pytest.mark.tpu
-@pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kept", [True, False])
 def test_variables_of_few_heads_are_not_copied(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of four heads of 128 per device: XLA:TPU would copy them and their slots into another order."""
     import keras

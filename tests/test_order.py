@@ -178,7 +178,7 @@ def test_waiting_for_sums_changes_no_value_and_looks_at_each_devices_own(monkeyp
 
 @pytest.mark.slow
 @needs_tpu
-@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("waits", [True, False])
 def test_logits_with_a_bias_are_freed_by_the_backward_pass_on_tpu(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting, loss and bias gradient are one kernel at the end of the step, and the logits, 67 MB, are held
     for it in device memory: 176 MB instead of 142. (So it is where sums are scattered with a dimension of their own in

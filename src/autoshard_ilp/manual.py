@@ -345,7 +345,7 @@ def _scattered(
     in_stages = spans_slice(axes, sizes, slice_shape)
     turned = value.ndim == 2 and order.leading == 1 and value.dtype == "float32"
     first = dim == order.leading or (math.prod(value.shape[:dim]) == 1 and not turned)
-    inner = not first and not turned and dim < value.ndim - 1
+    inner = not first and 0 < dim < value.ndim - 1
     whole_tiles = inner and value.shape[-1] % LANES == 0 and rows % SHORT_ROWS == 0
     beside = max((n for d, n in enumerate(value.shape) if d != dim), default=1)
     whole_beside = not slice_shape or beside % LANES == 0

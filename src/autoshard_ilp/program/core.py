@@ -155,16 +155,18 @@ class Descent:
 
     def _close(self, net: Net, upper: float) -> tuple[float, bool]:
         """Widen limits and branch, what promises more first. The best plan's cost, and whether this is the end."""
-        cells = trial_cells(net)
+        cells, start = trial_cells(net), net
         if cells > DEAR and self.widening is None:
             if self.better is not None and upper - net.constant > FAR * abs(upper):
                 upper = min(upper, self.better())
             upper = self._widen(net, upper, WINDOW_SECONDS)
+            assert self.widening is not None
+            start = self.widening.net.copy()  # its messages are settled
         if self._over() or cells > TOO_DEAR:
             return upper, self._over()
         self.branching = StrongBranching(self.offer, self.prove, self.done, self.deadline)
         self.branching.deadline = time.monotonic() + BRANCH_SHARE * (self.deadline - time.monotonic())
-        self.branching.run(net if self.widening is None else self.widening.net.copy(), upper)
+        self.branching.run(start, upper)
         if not self._over():
             self.branching.upper = self._widen(net, self.branching.upper)
             self.branching.deadline = self.deadline
@@ -173,14 +175,13 @@ class Descent:
 
     def _widen(self, net: Net, upper: float, most_seconds: float = math.inf) -> float:
         self.deadline += load_windows()
+        began = self.widening is not None
+        widening = self.widening = self.widening or Widening(self.offer, self.prove, self.done, self.deadline)
+        known = len(widening.windows)
         try:
-            if self.widening is not None:
-                return self.widening.resume(upper, most_seconds)
-            self.widening = Widening(self.offer, self.prove, self.done, self.deadline)
-            return self.widening.run(net, upper, most_seconds)
+            return widening.resume(upper, most_seconds) if began else widening.run(net, upper, most_seconds)
         finally:
-            if self.widening is not None:
-                self.log.append({"windows": list(self.widening.windows)})
+            self.log.append({"windows": widening.windows[known:]})
 
     def _any_plan(self, net: Net, upper: float) -> None:
         """Out of time without a plan: what a few messages choose is one."""

@@ -42,8 +42,8 @@ HUBS, HUB_SWEEPS = 3, 40  # nodes tried, and sweeps of one strategy
 LITTLE, ENOUGH = 0.1, 0.3  # of the gap, closed by hubs: they are not tried again below; no other nodes are tried
 FACTORS = 30  # of the largest excess, whose nodes may be branched on
 CANDIDATES = 4  # nodes tried, best first
-DEAR = 5e7  # table cells times strategies of a node, from which windows promise more than trying them ..
 TRIED = 2e8  # table cells times strategies of a node that is no hub: most that is tried
+DEAR = 5e7  # table cells times strategies of a node, from which windows promise more than trying them ..
 WINDOW_SECONDS = 1.0  # .. for a branch
 SMALLER = 0.7  # of the gap of the last branch whose window was too wide: worth trying again
 MOST_OPEN = 64  # branches kept before the search goes down instead of along
@@ -283,17 +283,14 @@ class StrongBranching:
         self.deadline += load_windows()
         net = parent.copy()
         Presolve(net, max_degree=99, max_cells=CELLS, deadline=self.deadline).run()
-        if net.live:
-            reduce.compress_all(net)
-            now = time.monotonic()
-            found = Window(net, 0, [np.zeros(0)], self.deadline).solve(
-                self.upper, now + min(WINDOW_SECONDS, self.deadline - now)
-            )
-            if found.choices is not None:
-                self.upper = self.offer(net.complete(found.choices))
-            if found.status == "unknown":
-                self.too_wide = gap
-                return False
+        if not net.live:
+            self.upper = self.offer(net.complete(np.zeros(len(net.cost), np.int64)))
             return True
-        self.upper = self.offer(net.complete(np.zeros(len(net.cost), np.int64)))
-        return True
+        reduce.compress_all(net)
+        window = Window(net, 0, [np.zeros(0)], self.deadline)
+        found = window.solve(self.upper, min(time.monotonic() + WINDOW_SECONDS, self.deadline))
+        if found.choices is not None:
+            self.upper = self.offer(net.complete(found.choices))
+        if found.status == "unknown":
+            self.too_wide = gap
+        return found.status != "unknown"
