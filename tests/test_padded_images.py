@@ -33,6 +33,14 @@ def dilated() -> keras.layers.Layer:
     return layers.Conv2D(64, 3, dilation_rate=2, padding="same", activation="relu")
 
 
+def grouped(**more: Any) -> Callable[[], keras.layers.Layer]:
+    return lambda: layers.Conv2D(64, 3, groups=4, padding="same", activation="relu", **more)
+
+
+def depthwise(**more: Any) -> Callable[[], keras.layers.Layer]:
+    return lambda: layers.DepthwiseConv2D(5, padding="same", **more)
+
+
 def planned(shape: tuple[int, ...], stack: list[Callable[[], keras.layers.Layer]], **options: Any) -> autoshard.Plan:
     def model() -> keras.Model:
         x = inputs = keras.Input(shape)
@@ -61,6 +69,13 @@ CASES: dict[str, tuple[tuple[int, ...], list[Callable[[], keras.layers.Layer]], 
     "deep, predicted": ((16, 64, 64, 32), [deep_convolution(2)] * 3, "predict"),
     "transposed": ((32, 32, 64), [transposed] * 2, "train"),
     "dilated": ((64, 64, 64), [*[dilated] * 2, layers.GlobalAveragePooling2D], "train"),
+    "grouped": ((64, 64, 64), [*[grouped()] * 2, layers.GlobalAveragePooling2D], "train"),
+    "grouped, dilated": ((64, 64, 64), [*[grouped(dilation_rate=2)] * 2, layers.GlobalAveragePooling2D], "train"),
+    "depthwise": (
+        (64, 64, 8),
+        [lambda: layers.Conv2D(64, 1, activation="tanh"), depthwise(dilation_rate=2), layers.GlobalAveragePooling2D],
+        "train",
+    ),
 }
 
 

@@ -49,6 +49,18 @@ def patches(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.lax.conv_general_dilated(x, kernel, (8, 8), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
+def in_groups(groups: int, stride: int, dilation: int) -> Callable[..., jax.Array]:
+    """The gradient of its kernel is a batch-grouped convolution."""
+
+    def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride,) * 2, "SAME", None, (dilation,) * 2, numbers, feature_group_count=groups
+        )
+
+    return convolve
+
+
 CASES: dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], tuple[int, ...], int, int]] = {
     # name: function, image, kernel, products per tap, products per position
     "causal": (causal, (4, 64, 6), (3, 6, 5), 1, 1),
@@ -57,6 +69,10 @@ CASES: dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], tuple[int, ...
     "transposed with gaps": (transposed_with_gaps, (3, 8, 9, 4), (2, 2, 4, 6), 0, 1),
     "plain": (plain, (3, 16, 16, 4), (3, 3, 4, 6), 0, 0),
     "patches": (patches, (3, 32, 32, 3), (8, 8, 3, 16), 0, 0),
+    "grouped": (in_groups(2, 2, 1), (3, 9, 9, 8), (3, 3, 4, 6), 0, 0),
+    "grouped, dilated": (in_groups(2, 1, 2), (3, 9, 9, 8), (3, 3, 4, 6), 0, 1),
+    "depthwise": (in_groups(8, 1, 1), (3, 9, 9, 8), (3, 3, 1, 16), 0, 0),
+    "depthwise, dilated": (in_groups(8, 1, 2), (3, 9, 9, 8), (3, 3, 1, 16), 0, 1),
 }
 
 
@@ -81,10 +97,12 @@ def test_which_convolutions_become_products(name: str) -> None:
     found = [taps.as_products(graph, op, "gpu") for op in ops]
     assert found.count(taps.product_per_tap) == per_tap
     assert found.count(taps.product_per_position) == per_position
-    assert not any(taps.as_products(graph, op, platform) for op in ops for platform in ("tpu", "cpu"))
+    for platform in ("tpu", "cpu"):
+        elsewhere = [f for f in (taps.as_products(graph, op, platform) for op in ops) if f is not None]
+        assert elsewhere == [taps.product_per_position] * name.startswith("grouped"), "groups of several features"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("plain", "patches")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("plain", "patches", "depthwise")])
 def test_products_are_the_convolution(name: str) -> None:
     """Every convolution of a function and its gradients, on the operands that it has there."""
     function, image, kernel, *_ = CASES[name]
@@ -93,7 +111,7 @@ def test_products_are_the_convolution(name: str) -> None:
     graph, ops = graph_of(gradients(function), x, k)
     checked = 0
     for op in ops:
-        by_products = taps.as_products(graph, op, "gpu")
+        by_products = taps.as_products(graph, op, "gpu") or taps.as_products(graph, op, "cpu")
         if by_products is None:
             continue
         args = [jnp.asarray(rng.normal(size=graph.tensors[t].shape), "float32") for t in op.inputs]
@@ -101,6 +119,30 @@ def test_products_are_the_convolution(name: str) -> None:
         np.testing.assert_allclose(by_products(*args, **op.eqn.params), expected, rtol=1e-4, atol=1e-4)
         checked += 1
     assert checked
+
+
+@pytest.mark.parametrize("way", [taps.product_per_position, taps.feature_grouped])
+@pytest.mark.parametrize("features", [1, 3])
+def test_batch_groups_where_image_and_window_are_dilated(way: Callable[..., Any], features: int) -> None:
+    rng = np.random.default_rng(0)
+    image, window = (
+        jnp.asarray(rng.normal(size=shape), "float32") for shape in ((4 * features, 7, 8, 2), (3, 3, 2, 4 * 2))
+    )
+    jaxpr = jax.make_jaxpr(
+        lambda x, w: jax.lax.conv_general_dilated(
+            x, w, (2, 1), [(2, 1), (-1, 3)], (2, 3), (3, 1), ("NHWC", "HWIO", "NHWC"), batch_group_count=4
+        )
+    )(image, window)
+    (eqn,) = jaxpr.eqns
+    expected = eqn.primitive.bind(image, window, **eqn.params)
+    np.testing.assert_allclose(way(image, window, **eqn.params), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_features_of_a_group_that_fill_the_lanes_are_convolved_on_tpus() -> None:
+    shapes = (jax.ShapeDtypeStruct((4, 16, 16, 256), "float32"), jax.ShapeDtypeStruct((3, 3, 64, 256), "float32"))
+    graph, ops = graph_of(gradients(in_groups(4, 1, 1)), *shapes)
+    assert not any(taps.as_products(graph, op, "tpu") for op in ops)
+    assert any(taps.as_products(graph, op, "cpu") for op in ops)
 
 
 def test_taps_of_16_bits_are_added_up_in_32() -> None:

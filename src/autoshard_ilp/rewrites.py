@@ -1,21 +1,5 @@
 """Equations that XLA cannot partition well, or not correctly, replaced by equal ones while a jaxpr is flattened.
 
-**Batch-grouped convolutions** (``batch_group_count > 1``: JAX's kernel gradient of every depthwise or grouped
-convolution). On a mesh of two axes XLA's partitioner sums the partial results over devices that only hold copies, and
-returns a multiple of the right value, even for plain data parallelism over one of the axes. Written out, with groups
-g, the convolution is::
-
-    out[n, (g o), s] = sum over f, t of  lhs[(g n), f, s * stride + t * dilation] * rhs[(g o), f, t]
-
-for every output position s (as few as the kernel has elements, in a gradient): one ``dot_general`` per s over a strided
-slice of the padded operand, batched over g. With too many positions it becomes a convolution with
-``feature_group_count`` instead, whose left operand has the features ``(g f)``. Both forms partition correctly.
-
-Where n is 1, in the gradient of a depthwise convolution, the equation is kept: every device runs it on its own part
-(``rules/local.py``), and only for layouts with which it cannot the other forms are taken (:mod:`autoshard_ilp.apply`).
-A product per position reads as many pieces of the padded image as the kernel has elements, and XLA:TPU holds them all,
-and gathers them (seven blocks of an EfficientNet on v5e: 196 MB of heap instead of 79).
-
 **argmax and argmin** have partial results that no all-reduce combines: the reduced dimension would have to be gathered,
 the logits of a language model over a whole vocabulary for the sake of its accuracy. Written out they are two reductions
 that an all-reduce of one number per row combines: the extreme, and the first place that holds it (or a NaN)::
@@ -46,7 +30,6 @@ uint8), and ends the process. No dimension is that large, so a number beyond int
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -76,10 +59,7 @@ _COMPARED_TYPES = frozenset(
 )
 """What XLA adds up on every backend."""
 
-REWRITTEN = frozenset({"conv_general_dilated", "dot_general", "argmax", "argmin", "while", *_INDEXED})
-
-#: Output positions up to which a batch-grouped convolution becomes one product per position (7 x 7 kernels do).
-MAX_POSITIONS = 64
+REWRITTEN = frozenset({"dot_general", "argmax", "argmin", "while", *_INDEXED})
 
 
 def rewrite(
@@ -106,24 +86,7 @@ def rewrite(
         return lambda x: _place_of_extreme(x, params, largest=primitive == "argmax")
     if primitive == "dot_general":
         return _if_outer(params, operands, out_shape)
-    if primitive != "conv_general_dilated" or out_shape[params["dimension_numbers"].out_spec[0]] == 1:
-        return None
-    return without_batch_groups(params, out_shape)
-
-
-def without_batch_groups(params: Mapping[str, Any], out_shape: Sequence[int]) -> Callable[..., Any] | None:
-    """A function equal to a batch-grouped convolution that XLA partitions correctly; None for other convolutions.
-
-    Args:
-        params: of the convolution.
-        out_shape: of its result.
-    """
-    if params["batch_group_count"] == 1:
-        return None
-    positions = [out_shape[d] for d in params["dimension_numbers"].out_spec[2:]]
-    if math.prod(positions) > MAX_POSITIONS:
-        return lambda lhs, rhs: _feature_grouped(lhs, rhs, params)
-    return lambda lhs, rhs: _product_per_position(lhs, rhs, params, positions)
+    return None
 
 
 def _if_outer(
@@ -235,74 +198,3 @@ def _place_of_extreme(x: Any, params: Mapping[str, Any], *, largest: bool) -> An
         hit |= x != x
     place = lax.broadcasted_iota(params["index_dtype"], x.shape, axis)
     return lax.reduce_min(jnp.where(hit, place, x.shape[axis] - 1), (axis,))
-
-
-def _product_per_position(lhs: Any, rhs: Any, params: Mapping[str, Any], positions: Sequence[int]) -> Any:
-    numbers, groups = params["dimension_numbers"], params["batch_group_count"]
-    batch, spatial = numbers.lhs_spec[0], numbers.lhs_spec[2:]
-    out_features, taps = numbers.rhs_spec[0], numbers.rhs_spec[2:]
-    padding = [(0, 0, 0)] * lhs.ndim
-    for d, (low, high), dilation in zip(spatial, params["padding"], params["lhs_dilation"], strict=True):
-        padding[d] = (low, high, dilation - 1)
-    if any(map(any, padding)):
-        lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), padding)
-    kernels = rhs.shape[out_features]
-    rhs, rhs_dims = _split(rhs, out_features, groups, numbers.rhs_spec)
-    products = []
-    for position in itertools.product(*map(range, positions)):
-        start, limit, step = [0] * lhs.ndim, list(lhs.shape), [1] * lhs.ndim
-        for i, d in enumerate(spatial):
-            start[d] = position[i] * params["window_strides"][i]
-            step[d] = params["rhs_dilation"][i]
-            limit[d] = start[d] + (rhs.shape[rhs_dims[taps[i]]] - 1) * step[d] + 1
-        piece, dims = _split(lax.slice(lhs, start, limit, step), batch, groups, numbers.lhs_spec)
-        contracting = (
-            [dims[d] for d in (numbers.lhs_spec[1], *spatial)],
-            [rhs_dims[d] for d in (numbers.rhs_spec[1], *taps)],
-        )
-        products.append(  # (g, n, o), without n and o where they are one
-            lax.dot_general(
-                piece,
-                rhs,
-                (contracting, ([dims[batch]], [rhs_dims[out_features]])),
-                precision=params["precision"],
-                preferred_element_type=params["preferred_element_type"],
-            )
-        )
-    n, o = lhs.shape[batch] // groups, kernels // groups
-    out = jnp.stack(products, axis=-1).reshape(groups, n, o, *positions)
-    out = jnp.moveaxis(out, 1, 0).reshape(n, groups * o, *positions)
-    order = sorted(range(out.ndim), key=lambda i: numbers.out_spec[i])
-    return out.transpose(order)
-
-
-def _split(value: Any, dim: int, groups: int, spec: Sequence[int]) -> tuple[Any, dict[int, int]]:
-    """Splits ``dim`` into (groups, rest), a rest of one left out; returns where each old dimension is now."""
-    rest = value.shape[dim] // groups
-    if rest == 1:
-        return value, {d: d for d in spec}
-    shape = (*value.shape[:dim], groups, rest, *value.shape[dim + 1 :])
-    return value.reshape(shape), {d: d + (d > dim) for d in spec}
-
-
-def _feature_grouped(lhs: Any, rhs: Any, params: Mapping[str, Any]) -> Any:
-    numbers, groups = params["dimension_numbers"], params["batch_group_count"]
-    batch, feature = numbers.lhs_spec[:2]
-    n = lhs.shape[batch] // groups
-    split = lhs.reshape(*lhs.shape[:batch], groups, n, *lhs.shape[batch + 1 :])
-    order = [d for d in range(split.ndim) if d != batch]
-    order.insert(order.index(feature + (feature > batch)), batch)
-    shape = list(lhs.shape)
-    shape[batch], shape[feature] = n, groups * lhs.shape[feature]
-    return lax.conv_general_dilated(
-        split.transpose(order).reshape(shape),
-        rhs,
-        params["window_strides"],
-        params["padding"],
-        params["lhs_dilation"],
-        params["rhs_dilation"],
-        numbers,
-        groups,
-        precision=params["precision"],
-        preferred_element_type=params["preferred_element_type"],
-    )

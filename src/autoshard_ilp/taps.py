@@ -1,4 +1,4 @@
-"""Convolutions that cuDNN computes badly, as products of matrices, on GPUs.
+"""Convolutions that a backend computes badly, or XLA partitions wrongly, as products of matrices.
 
 **Kernel gradients** that XLA:GPU does not recognise as such become convolutions whose window is the whole image and
 whose result is a few positions. cuDNN computes them by one thread block per tile of the result: 2 of 8 x 10^3 TFLOP/s
@@ -12,42 +12,89 @@ result is one product over a strided slice::
 zeros between its taps (:func:`autoshard_ilp.costs.kernels.filled_in_taps`). They are one product per tap::
 
     out[n, o, s] = sum over t of  sum over f of  image[n, f, s * stride + t * dilation] * kernel[o, f, t]
+
+**Batch-grouped convolutions** (``batch_group_count > 1``: JAX's kernel gradient of every depthwise or grouped
+convolution) run device by device (``rules/local.py``). cuDNN has a kernel for them. XLA:TPU makes the groups a spatial
+dimension and their features the lanes, of which there are 128: a convolution in 32 groups of four features wrote its
+image 32 times as large (v5e: 719 MB of peak, 74 as products). XLA:CPU has loops. Both multiply position by position::
+
+    out[n, (g, o), s] = sum over f, t of  image[(g, n), f, s * stride + t * dilation] * window[(g, o), f, t]
+
+Groups of one feature, of depthwise convolutions, they compute well. The slices lie behind barriers, one after the
+other: otherwise XLA makes all of them in one kernel, as many pieces of the image as the kernel has elements.
+
+Where the layouts let no device work on its own part, XLA partitions them, wrongly: on a mesh of two axes it sums the
+partial results over devices that only hold copies, and returns a multiple of the right value, even for plain data
+parallelism over one of the axes. It partitions products correctly, and a convolution in groups of *features* ``(g f)``,
+which takes their place where there are too many positions.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from autoshard_ilp.costs.kernels import PER_POSITION, PER_TAP, products_instead
+from autoshard_ilp.costs.kernels import MAX_POSITIONS, PER_POSITION, PER_TAP, products_instead
 from autoshard_ilp.graph import Graph, Op
 
 PLATFORMS = frozenset({"gpu"})
+"""On which cuDNN computes convolutions."""
+
+FEWEST_IN_LANES = 64
+"""Features of a group from which on XLA:TPU fills its lanes well enough: half of them."""
 
 
 def as_products(graph: Graph, op: Op, platform: str) -> Callable[..., Any] | None:
-    """A function equal to a convolution's ``bind``, of products; None where cuDNN does well, and for other operations.
+    """A function equal to a convolution's ``bind``, of products; None where the backend does well, and for other
+    operations.
 
     Args:
         graph: of the step.
         op: one of its operations.
         platform: of the mesh's devices.
     """
-    if platform not in PLATFORMS or op.primitive != "conv_general_dilated":
+    if op.primitive != "conv_general_dilated":
         return None
+    if platform not in PLATFORMS:
+        return _position_by_position(graph, op, platform)
     ways: dict[str, Callable[..., Any]] = {PER_POSITION: product_per_position, PER_TAP: product_per_tap}
     return ways.get(products_instead(graph, op))
 
 
+def without_batch_groups(params: Mapping[str, Any], out_shape: Sequence[int]) -> Callable[..., Any] | None:
+    """A function equal to a batch-grouped convolution's ``bind`` that XLA partitions correctly; None for other
+    convolutions.
+
+    Args:
+        params: of the convolution.
+        out_shape: of its result.
+    """
+    if params["batch_group_count"] == 1:
+        return None
+    few = math.prod(out_shape[d] for d in params["dimension_numbers"].out_spec[2:]) <= MAX_POSITIONS
+    return product_per_position if few else feature_grouped
+
+
+def _position_by_position(graph: Graph, op: Op, platform: str) -> Callable[..., Any] | None:
+    """For backends without cuDNN."""
+    numbers, groups = op.params["dimension_numbers"], op.params["batch_group_count"]
+    features = graph.tensors[op.inputs[0]].shape[numbers.lhs_spec[0]] // groups
+    if features == 1 or (platform == "tpu" and features >= FEWEST_IN_LANES):
+        return None
+    return without_batch_groups(op.params, graph.tensors[op.outputs[0]].shape)
+
+
 def product_per_position(image: Any, window: Any, **params: Any) -> Any:
-    numbers = params["dimension_numbers"]
+    numbers, groups = params["dimension_numbers"], params["batch_group_count"]
     spatial, taps = numbers.lhs_spec[2:], numbers.rhs_spec[2:]
-    products: list[Any] = []
+    image, params = _filled_where_both_dilate(image, params)
     positions = _positions(image.shape, window.shape, params)
+    products: list[Any] = []
     for position in itertools.product(*map(range, positions)):
         # One slice at a time: XLA would cut the first with the image, when that is made, and the others all at once.
         left, right, products[-1:] = lax.optimization_barrier((image, window, products[-1:]))
@@ -58,11 +105,33 @@ def product_per_position(image: Any, window: Any, **params: Any) -> Any:
                 right = _spaced(right, t, -at, params["lhs_dilation"][i], n)
             else:
                 left = _spaced(left, d, at, params["rhs_dilation"][i], m)
-        contracting = ((numbers.lhs_spec[1], *spatial), (numbers.rhs_spec[1], *taps))
-        products.append(_product(left, right, contracting, params))
-    out = jnp.stack(products, axis=-1)
-    out = out.reshape(*out.shape[:2], *positions)
+        left, mine = _split(left, numbers.lhs_spec[0], groups)
+        right, theirs = _split(right, numbers.rhs_spec[0], groups)
+        contracting = (
+            [mine[d] for d in (numbers.lhs_spec[1], *spatial)],
+            [theirs[d] for d in (numbers.rhs_spec[1], *taps)],
+        )
+        group = ([mine[numbers.lhs_spec[0]]], [theirs[numbers.rhs_spec[0]]]) if groups > 1 else ((), ())
+        products.append(_product(left, right, contracting, params, group))
+    features = image.shape[numbers.lhs_spec[0]] // groups
+    out = jnp.stack(products, axis=-1)  # (g, n, o), those left out that are 1 where there are groups
+    out = jnp.moveaxis(out.reshape(groups, features, -1, *positions), 1, 0)
+    out = out.reshape(features, -1, *positions)
     return out.transpose(_back(numbers.out_spec))
+
+
+def feature_grouped(image: Any, window: Any, **params: Any) -> Any:
+    """A batch-grouped convolution as one in groups of features."""
+    numbers, groups = params["dimension_numbers"], params["batch_group_count"]
+    batch, feature = numbers.lhs_spec[:2]
+    n = image.shape[batch] // groups
+    split = image.reshape(*image.shape[:batch], groups, n, *image.shape[batch + 1 :])
+    order = [d for d in range(split.ndim) if d != batch]
+    order.insert(order.index(feature + (feature > batch)), batch)
+    shape = list(image.shape)
+    shape[batch], shape[feature] = n, groups * image.shape[feature]
+    in_groups = {**params, "feature_group_count": groups, "batch_group_count": 1}
+    return lax.conv_general_dilated_p.bind(split.transpose(order).reshape(shape), window, **in_groups)
 
 
 def product_per_tap(image: Any, kernel: Any, **params: Any) -> Any:
@@ -98,6 +167,26 @@ def _positions(image: Sequence[int], window: Sequence[int], params: Mapping[str,
     return found
 
 
+def _filled_where_both_dilate(image: Any, params: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The image with the zeros of its dilation in the dimensions in which the window is dilated too."""
+    edges, dilations = [(0, 0, 0)] * image.ndim, list(params["lhs_dilation"])
+    for i, d in enumerate(params["dimension_numbers"].lhs_spec[2:]):
+        if dilations[i] > 1 and params["rhs_dilation"][i] > 1:
+            edges[d], dilations[i] = (0, 0, dilations[i] - 1), 1
+    if any(map(any, edges)):
+        image = lax.pad(image, jnp.zeros((), image.dtype), edges)
+    return image, {**params, "lhs_dilation": tuple(dilations)}
+
+
+def _split(value: Any, dim: int, groups: int) -> tuple[Any, dict[int, int]]:
+    """Splits ``dim`` into (groups, rest), a rest or groups of one left out; returns where each old dimension is now."""
+    rest = value.shape[dim] // groups
+    if groups == 1 or rest == 1:
+        return value, {d: d for d in range(value.ndim)}
+    shape = (*value.shape[:dim], groups, rest, *value.shape[dim + 1 :])
+    return value.reshape(shape), {d: d + (d > dim) for d in range(value.ndim)}
+
+
 def _spaced(value: Any, dim: int, start: int, step: int, count: int) -> Any:
     """``count`` elements of a dimension from ``start`` on, ``step`` apart; zeros where there are none."""
     last = start + (count - 1) * step
@@ -109,11 +198,11 @@ def _spaced(value: Any, dim: int, start: int, step: int, count: int) -> Any:
     return lax.slice_in_dim(value, start + low, last + low + 1, step, axis=dim)
 
 
-def _product(left: Any, right: Any, contracting: Any, params: Mapping[str, Any]) -> Any:
+def _product(left: Any, right: Any, contracting: Any, params: Mapping[str, Any], batch: Any = ((), ())) -> Any:
     return lax.dot_general(
         left,
         right,
-        (contracting, ((), ())),
+        (contracting, batch),
         precision=params["precision"],
         preferred_element_type=params["preferred_element_type"],
     )

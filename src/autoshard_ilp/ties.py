@@ -120,9 +120,9 @@ def _read_in_backward(graph: Graph, only: Sequence[bool]) -> list[bool]:
 def pieces_of_activations(graph: Graph, platform: str) -> frozenset[tuple[int, int]]:
     """(op id, operand index) where the backward pass takes a piece of what the forward pass computed, or pads it.
 
-    The gradient of a grouped convolution's kernel is one product per position of the kernel
-    (:mod:`autoshard_ilp.rewrites`), each of another piece of the image. XLA:TPU copies the pieces as soon as the image
-    is there, and would hold all of them, of every layer, until the backward pass.
+    A gradient that is written as one product per position of a kernel, as grouped convolutions' were, reads as many
+    pieces of the image. XLA:TPU copies the pieces as soon as the image is there, and would hold all of them, of every
+    layer, until the backward pass.
 
     Args:
         graph: of the step, hubs included.

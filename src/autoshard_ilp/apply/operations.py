@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard_ilp import _jax_compat as compat
-from autoshard_ilp import manual, rewrites, ties
+from autoshard_ilp import manual, ties
 from autoshard_ilp.apply.planned import Planned
 from autoshard_ilp.apply.values import Frame, Values
 from autoshard_ilp.bounds import within_bounds
@@ -23,7 +23,7 @@ from autoshard_ilp.lookup import along_inner, look_up
 from autoshard_ilp.order import SCATTERED_ONLY
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
 from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, replicated
-from autoshard_ilp.taps import as_products
+from autoshard_ilp.taps import as_products, without_batch_groups
 
 
 class Operations:
@@ -230,7 +230,8 @@ class Operations:
         """A function equal to a convolution that XLA partitions wrongly, without its fault; None for others."""
         if op.primitive != "conv_general_dilated" or self.plan.mesh.size == 1:
             return None
-        return rewrites.without_batch_groups(op.eqn.params, self.graph.tensors[op.outputs[0]].shape)
+        equal = without_batch_groups(op.eqn.params, self.graph.tensors[op.outputs[0]].shape)
+        return None if equal is None else lambda *args: equal(*args, **op.eqn.params)
 
     def with_whole_features(self, op: Op) -> Callable[..., Any] | None:
         """A convolution that cannot run device by device, since a dimension does not divide: every device computes all

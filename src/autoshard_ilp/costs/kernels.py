@@ -77,7 +77,8 @@ def _convolution(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffi
     if products == PER_TAP:
         return replace(found, kernels=taps, reads=taps * found.reads, writes=(COPIED * taps - 1) * found.writes)
     if products == PER_POSITION:
-        return replace(found, kernels=positions, reads=(1 + COPIED) * positions * found.reads)
+        copied = 0 if sums_of_one_feature(graph, op) else COPIED
+        return replace(found, kernels=positions, reads=(1 + copied) * positions * found.reads)
     return replace(found, share=found.share / filled_in_taps(graph, op))
 
 
@@ -129,10 +130,19 @@ def _places(graph: Graph, op: Op) -> tuple[int, int]:
 def is_slow_kernel_gradient(graph: Graph, op: Op) -> bool:
     """Whether a convolution is a kernel's gradient that XLA:GPU does not recognise as such: of a dilated convolution
     (it has a stride) or of a transposed one (its image is dilated)."""
-    grouped = op.params["feature_group_count"] * op.params["batch_group_count"] > 1
+    grouped = op.params["feature_group_count"] > 1
     spaced = [s > 1 or d > 1 for s, d in zip(op.params["window_strides"], op.params["lhs_dilation"], strict=True)]
     twice = any(a > 1 and b > 1 for a, b in zip(op.params["lhs_dilation"], op.params["rhs_dilation"], strict=True))
     return any(spaced) and not twice and not grouped and is_kernel_gradient(graph, op)
+
+
+def sums_of_one_feature(graph: Graph, op: Op) -> bool:
+    """Whether products per position of a convolution have one feature on a side, in the gradient of a depthwise kernel.
+
+    XLA:GPU multiplies and adds up in one kernel then, and takes the piece of the image inside it.
+    """
+    features = graph.tensors[op.inputs[0]].shape[op.params["dimension_numbers"].lhs_spec[0]]
+    return int(op.params["batch_group_count"]) == features
 
 
 def _words(shape: Sequence[int], itemsize: float) -> float:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard_ilp.costs.kernels import PER_POSITION, is_kernel_gradient, products_instead
+from autoshard_ilp.costs.kernels import PER_POSITION, is_kernel_gradient, products_instead, sums_of_one_feature
 from autoshard_ilp.costs.padding import shape_on_device
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.graph import Graph, Op
@@ -93,7 +93,7 @@ def image_bytes(
 def piece_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
     """Bytes that one device holds besides while products compute a convolution one after the other, per strategy."""
     held = np.zeros(len(strategies), np.int64)
-    if op.primitive != CONVOLUTION or products_instead(graph, op) != PER_POSITION:
+    if op.primitive != CONVOLUTION or products_instead(graph, op) != PER_POSITION or sums_of_one_feature(graph, op):
         return held
     numbers = op.params["dimension_numbers"]
     image, window = (graph.tensors[t] for t in op.inputs)
