@@ -183,3 +183,55 @@ def test_the_gpu_compiler_then_computes_no_more_than_the_model(products: bool, m
     model = 3 * 2 * 8 * 512 * 64 * 2 * 64  # each of the three convolutions, 8 examples per device
     assert (matmul_flops(parse_module(text)) < 1.2 * model) == products
     assert text.count("__cudnn$conv") == (1 if products else 3)  # the image's gradient is padded at both ends
+
+
+def upsampled(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_transpose(x, kernel, (2, 2), "SAME", transpose_kernel=True)
+
+
+def with_a_gathered_kernel(mesh: Any, function: Callable[..., Any], *shapes: Any) -> Any:
+    """A transposed convolution on a kernel that is sharded until it has been mirrored."""
+    from autoshard_ilp.apply import Decisions, planned_function
+
+    graph = build_graph(jax.make_jaxpr(function)(*shapes), argument_paths=["x", "kernel"], result_paths=["y"])
+    last = [op for op in graph.ops if op.primitive == "rev"][-1]
+    sharded = {(op.id, 0): (-1, 3) for op in graph.ops if op.id <= last.id and op.outputs and "rev" in op.primitive}
+    operands: dict[tuple[int, int], tuple[int, ...]] = {}
+    for op in graph.ops:
+        for i, t in enumerate(op.inputs):
+            if t == last.outputs[0]:
+                operands[op.id, i] = (-1, -1)
+        if op.primitive == "conv_general_dilated":
+            operands[op.id, 1] = (-1, -1)
+            sharded[op.id, 0] = (0, -1)
+    run = planned_function(graph, Decisions(results=sharded, operands=operands), mesh, ("data", "model"))
+    return jax.jit(run, in_shardings=(sharding(mesh, (0, -1), 4), sharding(mesh, (-1, 3), 4)))
+
+
+UPSAMPLED = (jax.ShapeDtypeStruct((4, 12, 12, 16), "float32"), jax.ShapeDtypeStruct((2, 2, 8, 16), "float32"))
+
+
+@needs_cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("here", [True, False])
+def test_a_kernel_gathered_after_it_was_mirrored_is_mirrored_again(here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise cuDNN convolves an image filled with zeros."""
+    from autoshard_ilp.apply import operations
+
+    if not here:
+        monkeypatch.setattr(operations, "MIRRORED_HERE", frozenset())
+    program = with_a_gathered_kernel(mesh_of("h100:8"), upsampled, *UPSAMPLED)
+    text = program.lower(*UPSAMPLED).compile().as_text()
+    assert ("__cudnn$convBackwardInput" in text) == here
+
+
+def test_mirroring_again_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoshard_ilp.apply import operations
+
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.normal(size=s.shape), "float32") for s in UPSAMPLED]
+    monkeypatch.setattr(operations, "MIRRORED_HERE", frozenset({"cpu"}))
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    found = with_a_gathered_kernel(mesh, upsampled, *UPSAMPLED)
+    assert found.lower(*args).as_text().count("optimization_barrier") == 1
+    np.testing.assert_allclose(found(*args)[0], upsampled(*args), rtol=1e-5, atol=1e-5)

@@ -25,6 +25,9 @@ from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, 
 from autoshard_ilp.sharding import WHOLE, Layout, local_bytes, replicated
 from autoshard_ilp.taps import as_products, without_batch_groups
 
+MIRRORED_HERE = frozenset({"gpu"})
+"""Platforms on which a transposed convolution is told by the mirrored kernel right before it."""
+
 
 class Operations:
     """How operations of one trace run.
@@ -57,7 +60,7 @@ class Operations:
         with compat.under_name_stack(self.plan.stack(op)):
             args = [self.in_order(frame, op, i, self.values.read(frame, op, i)) for i in range(len(op.inputs))]
             if op.primitive == "conv_general_dilated":
-                args = self.whole_windows(op, args)
+                args = self.mirrored_here(op, self.whole_windows(op, args))
             args = self.not_simplified(op, args)
             args = within_bounds(self.graph.view(op), args, self.plan.mesh.size)
         if op.primitive == "optimization_barrier":
@@ -285,6 +288,26 @@ class Operations:
                 spec = [None if d in spatial else PartitionSpec.UNCONSTRAINED for d in range(args[i].ndim)]
                 args[i] = jax.lax.with_sharding_constraint(args[i], NamedSharding(self.plan.mesh, PartitionSpec(*spec)))
         return args
+
+    def mirrored_here(self, op: Op, args: list[Any]) -> list[Any]:
+        """A transposed convolution's kernel, which is mirrored, with nothing between that and the convolution.
+
+        XLA:GPU takes it for a gradient of a convolution's image where it sees the ``reverse``, not where a gather lies
+        between the two; then cuDNN convolves an image filled with zeros (4.2 times the FLOP of a ``Conv3DTranspose``).
+        So what was gathered is mirrored twice more, behind a barrier, or XLA would mirror it not at all.
+        """
+        graph, at = self.graph, self.plan.decisions.operands.get((op.id, 1))
+        if self.plan.platform not in MIRRORED_HERE or all(d == 1 for d in op.params["lhs_dilation"]):
+            return args
+        producer = graph.tensors[graph.behind(op.inputs[1], ("hub", "transpose", "convert_element_type"))].producer
+        made = None if producer is None else graph.ops[producer]
+        before = self.plan.layout(made.outputs[0]) if made is not None and made.primitive == "rev" else None
+        if at is None or before is None or not any(a != WHOLE == b for a, b in zip(before, at, strict=True)):
+            return args
+        image, kernel = args
+        dims = op.params["dimension_numbers"].rhs_spec[2:]
+        back = self.plan.constrain(jax.lax.rev(kernel, dims), op.inputs[1], at)
+        return [image, jax.lax.rev(jax.lax.optimization_barrier(back), dims)]
 
     def hub(self, op: Op, frame: Frame) -> None:
         decided = self.plan.decisions
