@@ -213,6 +213,27 @@ def test_without_a_bound_of_its_chain_a_program_too_large_to_solve_has_that_of_m
         monkeypatch.setattr(whole, "chain_bound", lambda *arguments: None)
 
 
+def test_of_a_large_program_a_bound_that_leaves_hardly_a_gap_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it leaves more, and in a small program, what is left is solved."""
+    options, open_ = SolverOptions(time_limit=30), 0
+    for seed in range(10):
+        chain = Chain(6, seed)
+        found = chain_bound(chain.program, chain.alike.edges, copies_in(chain.program, chain.alike), chain.known)
+        assert found is not None
+        least = min(chain.program.cost(found.choices), chain.program.cost(chain.known))
+        gap = 1 - found.lower_bound / least
+        if gap < 1e-6:
+            continue
+        open_ += 1
+        for nodes, hardly, solved in ((-1, 2 * gap, False), (-1, 0.5 * gap, True), (0, 2 * gap, True)):
+            monkeypatch.setattr(whole, "MANY_NODES", len(chain.program.nodes) + nodes)
+            monkeypatch.setattr(whole, "HARDLY", hardly)
+            answer = solve_repeated(chain.program, chain.alike, chain.known, options)
+            assert ("stamping" in answer.report["seconds"]) == solved
+            assert answer.gap == (pytest.approx(0.0, abs=1e-9) if solved else pytest.approx(gap))
+    assert open_ > 2
+
+
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10_000))
 @settings(deadline=None, max_examples=40, derandomize=True)
 def test_potentials_are_what_has_been_moved(rows: int, columns: int, seed: int) -> None:

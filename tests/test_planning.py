@@ -15,7 +15,7 @@ import pytest
 
 import autoshard_ilp as autoshard
 from autoshard_ilp import flatten, program
-from autoshard_ilp.garbage import old_objects_left
+from autoshard_ilp.garbage import collector_paused, old_objects_left
 from autoshard_ilp.planning import LAST_PLAN_PART, PLAN_PART
 from autoshard_ilp.program import core
 
@@ -51,6 +51,21 @@ def test_the_collector_is_as_before() -> None:
         assert gc.get_threshold()[:2] == before[:2] and gc.get_threshold()[2] > 10**6
         raise ZeroDivisionError
     assert gc.get_threshold() == before
+
+
+def test_what_is_made_while_the_collector_rests_is_old_afterwards() -> None:
+    """It is not walked at once; what somebody has frozen stays so."""
+    for frozen in (False, True):
+        (gc.freeze if frozen else gc.unfreeze)()
+        try:
+            with collector_paused():
+                assert not gc.isenabled()
+                made = [[number] for number in range(10)]
+            assert gc.isenabled() and bool(gc.get_freeze_count()) == frozen
+            old = {id(thing) for thing in gc.get_objects(generation=2)}
+            assert all((id(thing) in old) != frozen for thing in made)
+        finally:
+            gc.freeze()  # as all tests have it
 
 
 def test_a_plan_is_there_however_little_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,19 @@ NEVER = 2**31 - 1
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No cyclic collection inside; nested use and a collector that was off before are both left as they were."""
+    """No cyclic collection inside; nested use and a collector that was off before are both left as they were.
+
+    What was made inside is old at the end: as young objects, all would be walked at once by the next collection.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # else somebody keeps objects frozen, which this would thaw
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation, without a walk
             gc.enable()
 
 

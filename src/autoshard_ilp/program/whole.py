@@ -1,7 +1,7 @@
 """A program that repeats itself, without memory: a step whose layers all decide for themselves.
 
 First the bound of its chain of layers (:mod:`autoshard_ilp.program.chain`), which takes as long for 80 layers as for 8.
-Where that leaves a gap, and the program is small enough, it is solved.
+Where that leaves a gap that says anything, and the program is small enough, it is solved.
 """
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ STALL = 1e-5
 BOUND_PART = 0.5
 """Of the time: what the bound of the chain may take of a program that is solved after it."""
 
+HARDLY = 1e-6
+"""Relative gap from which on the bound of the chain is the answer: no price has so many digits. A program of ..."""
+
+MANY_NODES = 15_000
+"""... no more nodes than this is solved nevertheless, which takes little."""
+
 
 def solve_repeated(
     program: Program,
@@ -96,7 +102,8 @@ def solve_repeated(
             search.tell("proof")
         search.add_seconds("chain", since)
         far = search.upper - search.lower > FAR * abs(search.upper)
-        if (most_cells or far) and not search.done() and time.monotonic() < search.deadline:
+        known_well = len(program.nodes) > MANY_NODES and search.upper - search.lower <= HARDLY * abs(search.upper)
+        if (most_cells or far) and not (search.done() or known_well) and time.monotonic() < search.deadline:
             since = time.monotonic()
             net = stamped_net(program, repeated, search.deadline)
             search.add_seconds("stamping", since)
