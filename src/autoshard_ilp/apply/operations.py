@@ -28,9 +28,6 @@ from autoshard_ilp.taps import as_products, without_batch_groups
 MIRRORED_HERE = frozenset({"gpu"})
 """Platforms on which a transposed convolution is told by the mirrored kernel right before it."""
 
-TOLD_BY_RESULT = frozenset({"gpu"})
-"""Platforms on which a ReLU's gradient is told by its result where its operand is above 0."""
-
 
 class Operations:
     """How operations of one trace run.
@@ -71,8 +68,7 @@ class Operations:
         elif op.primitive == "sharding_constraint":
             outs = args  # the plan replaces constraints written for another mesh
         else:
-            above = self.above_zero(op, frame)
-            outs = self.bind(op, args, frame) if above is None else [above]
+            outs = self.bind(op, args, frame)
         with compat.under_name_stack(self.plan.stack(op)):
             for j, out in enumerate(outs):
                 self.values.write(frame, op, j, out)
@@ -92,29 +88,6 @@ class Operations:
         if made is not None and whole_numbers and 1 < math.prod(made.shape) <= self.plan.mesh.size:
             return [jax.lax.optimization_barrier(jnp.asarray(a, made.dtype)) for a in args]
         return args
-
-    def above_zero(self, op: Op, frame: Frame) -> Any | None:
-        """Where a ReLU's operand is above 0, told by its result; None for any other operation.
-
-        The gradient of ``max(x, 0)`` compares ``x``, and XLA:GPU holds that beside the result, which is there for the
-        next layer's gradient (1.5 of the predicted peak of a convolution before a group normalisation). It simplifies
-        ``max(x, 0) > 0`` back to ``x > 0``, but not ``-max(x, 0) < 0``, which is as false where x is not a number.
-        """
-        graph, plan = self.graph, self.plan
-        if plan.platform not in TOLD_BY_RESULT or op.primitive != "gt" or not self.is_zero(op.inputs[1]):
-            return None
-        read = plan.decisions.operands.get((op.id, 0)) or plan.layout(op.inputs[0])
-        for maximum in (graph.ops[reader] for reader, _ in graph.tensors[op.inputs[0]].consumers):
-            known = maximum.primitive == "max" and maximum.region == op.region and frame.has(maximum.outputs[0])
-            if known and self.is_zero(maximum.inputs[1]) and plan.layout(maximum.outputs[0]) == read:
-                with compat.under_name_stack(plan.stack(op)):
-                    return jax.lax.neg(frame.get(maximum.outputs[0])) < 0
-        return None
-
-    def is_zero(self, tensor: int) -> bool:
-        """Whether a tensor is the number 0."""
-        literal = self.graph.tensors[tensor].literal
-        return literal is not None and bool(literal == 0)
 
     def note_computed(self, op: Op, frame: Frame) -> None:
         """Remembers how to wait for a metric, for the last reader of a variable, or for a gradient that was not looked
