@@ -61,10 +61,11 @@ def test_an_update_that_needs_all_gradients_is_not_waited_for() -> None:
     assert after.waits == before.waits
 
 
-def test_only_tpus_wait_for_updates() -> None:
+def test_tpus_and_gpus_wait_for_updates() -> None:
     graph = graph_of()
-    before = order_of(graph, "gpu")
-    assert updates_waited_for(graph, before, {}, "gpu", lambda op: True) is before
+    for platform, waits in (("tpu", True), ("gpu", True), ("cpu", False)):
+        before = order_of(graph, platform)
+        assert (updates_waited_for(graph, before, {}, platform, lambda op: True) != before) == waits
 
 
 @pytest.mark.parametrize("classes", [CLASSES, CLASSES - 3])

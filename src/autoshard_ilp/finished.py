@@ -6,6 +6,9 @@ the weight that makes the logits that is the logits themselves, from which their
 layers under a tight budget on v5p: 330 of 860 MB of temporaries). A look at the product would part it from its
 update, and write it. So what the backward pass computes next waits for the variable's new value: it is written anyway,
 in place of the old one (:mod:`autoshard_ilp.inplace`), and looking at it parts nothing.
+
+XLA:GPU computes updates by kernels of their own, but puts off some of these as well, and holds their gradients (for
+layers of width 2048, 8.4 of 126 MB on 8 H100s).
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from autoshard_ilp.inplace import Wait, product_behind
 from autoshard_ilp.order import Order
 from autoshard_ilp.ties import may_anchor
 
-PLATFORMS = frozenset({"tpu"})
-"""Where updates are waited for. XLA:GPU computes them by kernels of their own, as soon as it can."""
+PLATFORMS = frozenset({"tpu", "gpu"})
+"""Where updates are waited for."""
 
 
 def updates_waited_for(

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard_ilp.costs.primitives import SAME_VALUES
 from autoshard_ilp.costs.table import CostTable
 from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.latesums import Room, sums_waited_for
 from autoshard_ilp.report import flow_steps
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_bytes
 
@@ -102,17 +102,15 @@ def misfit(placement: Placement, graph: Graph, n_axes: int) -> str | None:
     return None
 
 
-def decisions(
-    graph: Graph, placement: Placement, *, room_bytes: int | None = None, axis_sizes: Sequence[int] = ()
-) -> Any:
+def decisions(graph: Graph, placement: Placement, *, room: Room | None = None, axis_sizes: Sequence[int] = ()) -> Any:
     """What the interpreter enforces (:class:`autoshard_ilp.apply.Decisions`).
 
     Args:
         graph: of the step.
         placement: of its operations.
-        room_bytes: what the budget leaves above the predicted peak; None: plenty. Gathers of the forward pass whose
-            copies take more are not to begin before their reader's other operand is there, and the backward pass does
-            not go on before it has computed sums over arrays that take more.
+        room: above what the plan holds; None: plenty. Gathers of the forward pass whose copies take more than the
+            budget leaves above the predicted peak are not to begin before their reader's other operand is there, and
+            the backward pass does not go on before it has computed sums over arrays that there is no room for.
         axis_sizes: devices along each mesh axis.
     """
     from autoshard_ilp.apply import Decisions
@@ -130,9 +128,11 @@ def decisions(
     regather = frozenset(op.id for op in graph.ops if _gathers_again(graph, op, placement))
     via = {(op_id, operand): layouts for op_id, operand, layouts in placement.via}
     waits, sums = frozenset[tuple[int, int]](), frozenset[int]()
-    if room_bytes is not None:
-        waits = frozenset(_large_gathers(graph, operands, results, room_bytes, axis_sizes))
-        sums = frozenset(_large_sums(graph, operands, room_bytes, axis_sizes))
+    if room is not None:
+        sums = frozenset(sums_waited_for(graph, operands, results, room, axis_sizes))
+    if room is not None and room.budget_bytes is not None:
+        left = room.budget_bytes - room.peak_bytes
+        waits = frozenset(_large_gathers(graph, operands, results, left, axis_sizes))
     return Decisions(operands, results, regather, via, waits, sums)
 
 
@@ -166,28 +166,6 @@ def _large_gathers(
         early += copy_bytes
         if early > room_bytes and copy_bytes >= MIN_COPY_BYTES:
             yield op_id, i
-
-
-def _large_sums(
-    graph: Graph, operands: Mapping[tuple[int, int], Layout], room_bytes: int, axis_sizes: Sequence[int]
-) -> Iterator[int]:
-    """Ids of sums of the backward pass that must not be put off: all but those over the smallest arrays, which take
-    ``room_bytes`` on a device together."""
-    from autoshard_ilp.order import sums_put_off
-
-    over: dict[int, list[int]] = {}  # array -> sums over it
-    held: dict[int, int] = {}
-    for op in sums_put_off(graph):
-        t, layout = graph.tensors[op.inputs[0]], operands.get((op.id, 0))
-        if layout is not None:
-            source = graph.behind(t.id, SAME_VALUES)
-            over.setdefault(source, []).append(op.id)
-            held[source] = max(held.get(source, 0), local_bytes(t.shape, t.itemsize, layout, axis_sizes))
-    late = 0
-    for source in sorted(held, key=lambda array: (held[array], array)):
-        late += held[source]
-        if late > room_bytes:
-            yield from over[source]
 
 
 def _gathers_again(graph: Graph, op: Op, placement: Placement) -> bool:

@@ -11,6 +11,7 @@ from autoshard_ilp.calling import PlannedJit, check_layouts, check_structure, ch
 from autoshard_ilp.course import Course
 from autoshard_ilp.errors import PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.graph import Graph
+from autoshard_ilp.latesums import Room
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.placement import Placement, decisions
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
@@ -179,8 +180,8 @@ class Plan:
     def decisions(self) -> Any:
         """What running the step enforces (:class:`autoshard_ilp.apply.Decisions`), as tight as the budget is."""
         memory, graph = self.memory, self._step().graph
-        room = None if memory.budget_bytes is None else memory.budget_bytes - memory.peak_bytes
-        return decisions(graph, self.placement, room_bytes=room, axis_sizes=self.mesh.axis_sizes)
+        room = Room(memory.peak_bytes, memory.budget_bytes, self.course)
+        return decisions(graph, self.placement, room=room, axis_sizes=self.mesh.axis_sizes)
 
     def _function(self, mesh: Any, marked: bool = False) -> Any:
         import jax

@@ -26,6 +26,10 @@ from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.sharding import PARTIAL, Layout, divides, local_bytes, local_shape, to_partition_spec
 from autoshard_ilp.stacks import stacks_of_matrices
+from autoshard_ilp.uncut import sums_of_the_whole
+
+IN_STORED_ORDER = frozenset({"tpu", "gpu"})
+"""Where gradients are asked for in the order of dimensions in which their variables are stored."""
 
 
 class Planned:
@@ -40,12 +44,13 @@ class Planned:
         marked: bool = False,
     ) -> None:
         operands, results = made_as_read(graph, decisions.operands, decisions.results)
+        self.axis_sizes = [mesh.shape[name] for name in axis_names]
+        self.platform = platform = compat.platform_of(mesh)
+        operands, results = sums_of_the_whole(graph, operands, results, self.axis_sizes, platform)
         decisions = replace(decisions, operands=operands, results=results)
         self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
-        self.axis_sizes = [mesh.shape[name] for name in axis_names]
         self.marked = marked
-        self.platform = platform = compat.platform_of(mesh)
-        self.gradients = _gradients(graph) if platform == "tpu" else frozenset()
+        self.gradients = _gradients(graph) if platform in IN_STORED_ORDER else frozenset()
         self.updates = waiting_updates(graph, platform)
         self.order = updates_waited_for(
             graph,
@@ -104,17 +109,18 @@ class Planned:
         return self.constrain(value, tensor, after) if moved is None else moved
 
     def stored_order(self, value: Any, tensor: int) -> Any:
-        """On TPU, a gradient in the order of dimensions in which its variable is stored.
+        """A gradient in the order of dimensions in which its variable is stored.
 
-        XLA:TPU would rather copy the variable and its optimizer's slots into the order that the product which makes the
-        gradient likes, hold all copies at once, and copy the new values back. Variables of whole tiles are stored row
-        by row; others are left alone.
+        XLA would rather copy the variable and its optimizer's slots into the order that the product which makes the
+        gradient likes, hold all copies at once, and copy the new values back (GPUs copy the variable when the step
+        begins: for layers of width 8192 in 16 bits 67 of 618 MB on 8 H100s). On TPUs variables of whole tiles are
+        stored row by row; others are left alone. On GPUs all are.
         """
         layout, shape = self.layout(tensor), self.graph.tensors[tensor].shape
         if tensor not in self.gradients or layout is None or PARTIAL in layout:
             return value
         local = local_shape(shape, layout, self.axis_sizes)
-        if local[-1] % LANES or local[-2] != whole_rows(local[-2]):
+        if self.platform == "tpu" and (local[-1] % LANES or local[-2] != whole_rows(local[-2])):
             return value
         return self._row_by_row(value, tensor, layout)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs.alike import computed_alike
+from autoshard_ilp.costs.beside import gradients_beside, held_beside
 from autoshard_ilp.costs.carried import count_gathers_twice, count_twice, is_stacked
 from autoshard_ilp.costs.coarse import coarser
 from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
@@ -104,6 +105,7 @@ class _Account:
         self.masked_again = masked_again(table.graph) if self.family == "gpu" else {}
         self.copied_images = copied_images(table.graph) if self.family == "gpu" else {}
         self.siblings = held_for_siblings(table.graph, table.buffers) if self.pads else {}
+        self.beside = gradients_beside(table.graph, table.buffers) if self.family == "gpu" else {}
         self.first_lookup = first_lookup(table.graph, table.buffers.time) if self.family == "tpu" else 0
         self.tied_lookups = read_by_products_later(table.graph, table.buffers.time) if self.family == "tpu" else {}
         self.in_results = made_in_results(table.graph, fuses) if self.family == "tpu" else frozenset()
@@ -489,6 +491,7 @@ def _hold_results(
         until = {m: int(buffers.time[account.masked_again[m]]) + 1 for m in again}
         kept = [(int(buffers.time[m]) + 1, end, "activations", (graph.ops[m].scope, m)) for m, end in until.items()]
         hold(copies_kept(graph, representative, cls.strategies, sizes), kept)
+    padded = padded + held_beside(graph, representative, account.beside, cls.strategies, sizes)
     if representative.primitive == "select_and_scatter_add":
         early = bool(buffers.start[representative.outputs[0]] < buffers.time[representative.id])
         padded = padded + window_places(graph, representative, cls.strategies, sizes, early)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autoshard_ilp.costs.beside import products_beside
 from autoshard_ilp.costs.fusion import roots, written_to_memory
 from autoshard_ilp.costs.gpu_kernels import reads_by_kernel
 from autoshard_ilp.costs.masks import met_by_random_bits
@@ -125,12 +126,19 @@ def schedule(graph: Graph, family: str = "") -> np.ndarray:
     """
     time = np.arange(len(graph.ops), dtype=np.int64)
     multiplied = any(op.phase == "update" and op.primitive in PRODUCTS for op in graph.ops)
+    known = time.copy()
+    for gradient, product in products_beside(graph).items() if family == "gpu" else ():
+        waiting = [gradient]
+        for op_id in waiting:  # grows on the way
+            known[op_id] = max(int(known[op_id]), product)  # whichever of the two is first
+            readers = (graph.ops[r] for t in graph.ops[op_id].outputs for r, _ in graph.tensors[t].consumers)
+            waiting += [r.id for r in readers if r.phase == "backward"]
     for op in graph.ops:
         if multiplied or op.phase != "update" or op.region or op.primitive in ("argument", "constant"):
             continue
         together = graph.regions[op.params["region"]].merges if op.primitive == "branch_merge" else (op.id,)
         producers = [graph.tensors[t].producer for other in together for t in graph.ops[other].inputs]
-        time[op.id] = max((int(time[p]) for p in producers if p is not None), default=0)
+        time[op.id] = known[op.id] = max((int(known[p]) for p in producers if p is not None), default=0)
     last = 1 + max((int(time[op.id]) for op in graph.ops if op.phase == "update"), default=0)
     for op_id in _chosen_last(graph) if family == "gpu" and not multiplied else ():
         time[op_id] = last
