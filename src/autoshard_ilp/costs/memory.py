@@ -16,6 +16,7 @@ import numpy as np
 from autoshard_ilp.costs.beside import products_beside
 from autoshard_ilp.costs.fusion import roots, written_to_memory
 from autoshard_ilp.costs.gpu_kernels import reads_by_kernel
+from autoshard_ilp.costs.longkept import functions_of_one
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, VIEWS, fusible
 from autoshard_ilp.costs.triton import leaves_triton
@@ -76,6 +77,12 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
     time = schedule(graph, family)
     horizon = int(time.max()) + 2 if len(time) else 1
     last_use = _last_uses(graph, root, stored, time)
+    made_of: dict[int, int] = {}
+    if family == "gpu" and anew:
+        made_of = dict(functions_of_one(graph, root, stored, lambda op: _behind_chain(graph, root, stored, op)))
+        again = [t for t, source in made_of.items() if last_use[source] >= last_use[t]]
+        stored[again] = False
+        last_use = _last_uses(graph, root, stored, time) if again else last_use
     begins = _region_begins(graph, time)
     start = np.zeros(len(graph.tensors), np.int64)
     end = np.zeros(len(graph.tensors), np.int64)
@@ -94,6 +101,9 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
     if family == "gpu":
         _prepared_before_what_is_read(graph, stored, time, start)
         _prepared_together(graph, start)
+    for t_id, source in made_of.items():
+        if stored[t_id] and stored[source] and end[source] < end[t_id]:
+            start[t_id] = max(start[t_id], end[source])  # until then the source stands for it
     for t_id in _overwritten(graph, root, stored, last_use, time, family):
         if t_id not in held_to_end:
             end[t_id] = max(end[t_id] - 1, start[t_id] + 1)
