@@ -348,9 +348,7 @@ def test_sums_wait_on_gpu_where_the_budget_leaves_no_room_to_put_them_off() -> N
     plan = plan_of_biased_layers()
     graph, one = plan.trail.graph, ROWS // 8 * WIDTH * 4
     sums = {op.id for op in order.sums_put_off(graph)}
-    assert len(sums) == LAYERS and plan.decisions().sums == sums, (
-        "they would exceed what the plan says"
-    )
+    assert len(sums) == LAYERS and plan.decisions().sums == sums, "they would exceed what the plan says"
 
     def waited(room: int) -> frozenset[int]:
         held = Room(peak_bytes=64 * LAYERS * one, budget_bytes=64 * LAYERS * one + room)

@@ -14,6 +14,7 @@ from autoshard_ilp.apply.decisions import Decisions, mark
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.precision import cast_before_collectives, rounded_operands
+from autoshard_ilp.costs.primitives import VIEWS
 from autoshard_ilp.costs.splitk import kept_in_pieces
 from autoshard_ilp.costs.tile_shape import LANES
 from autoshard_ilp.costs.tiles import whole_rows
@@ -50,7 +51,7 @@ class Planned:
         decisions = replace(decisions, operands=operands, results=results)
         self.graph, self.decisions, self.mesh, self.axis_names = graph, decisions, mesh, axis_names
         self.marked = marked
-        self.gradients = _gradients(graph) if platform in IN_STORED_ORDER else frozenset()
+        self.gradients = _gradients(graph, platform) if platform in IN_STORED_ORDER else frozenset()
         self.updates = waiting_updates(graph, platform)
         self.order = updates_waited_for(
             graph,
@@ -114,7 +115,7 @@ class Planned:
         XLA would rather copy the variable and its optimizer's slots into the order that the product which makes the
         gradient likes, hold all copies at once, and copy the new values back (GPUs copy the variable when the step
         begins: for layers of width 8192 in 16 bits 67 of 618 MB on 8 H100s). On TPUs variables of whole tiles are
-        stored row by row; others are left alone. On GPUs all are.
+        stored row by row; others are left alone. On GPUs all are that products make.
         """
         layout, shape = self.layout(tensor), self.graph.tensors[tensor].shape
         if tensor not in self.gradients or layout is None or PARTIAL in layout:
@@ -186,8 +187,16 @@ class Planned:
         return NamedSharding(self.mesh, spec)
 
 
-def _gradients(graph: Graph) -> frozenset[int]:
-    """Gradients that updates read, where they are computed: before they are converted to the variable's type."""
+def _gradients(graph: Graph, platform: str) -> frozenset[int]:
+    """Gradients that updates read, where they are computed: before they are converted to the variable's type.
+
+    On GPUs only those that products make: cuDNN has an order of its own for kernels, which are copied into it anyway.
+    """
+
+    def by_product(tensor: int) -> bool:
+        producer = graph.tensors[graph.behind(tensor, VIEWS)].producer
+        return producer is not None and graph.ops[producer].primitive == "dot_general"
+
     found = set()
     for op in graph.ops:
         for t in op.inputs if op.phase == "update" else ():
@@ -199,6 +208,7 @@ def _gradients(graph: Graph) -> frozenset[int]:
                 found.discard(t)
                 t = graph.ops[producer].inputs[0]
                 producer = graph.tensors[t].producer
-    return frozenset(
+    found = {
         t for t in found if len(graph.tensors[t].shape) > 1 and graph.tensors[t].dtype.startswith(("float", "bfloat"))
-    )
+    }
+    return frozenset(t for t in found if platform != "gpu" or by_product(t))
