@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as _core
 from jax.extend import source_info_util as _source_info
@@ -214,6 +215,41 @@ def trace_like(eqn: Any, function: Any, avals: Sequence[Any] | None = None) -> A
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     with _source_info.user_context(eqn.source_info.traceback, name_stack=empty_name_stack()):
         return jax.make_jaxpr(function)(*avals)
+
+
+def gradient_of_max_pooling(eqn: Any, source: Any, operand: Any, zero: Any) -> Any:
+    """What a ``select_and_scatter_add`` computes, added up from ``zero``, a scalar that need not be a constant.
+
+    The image is padded before, as JAX does for GPUs, whose compiler pads none itself.
+
+    Args:
+        eqn: the equation.
+        source: the cotangent of what the pooling returned.
+        operand: the image.
+        zero: of the cotangent's type.
+    """
+    from jax._src.lax.windowed_reductions import _select_and_scatter
+
+    params, shape = eqn.params, operand.shape
+    select, padding = params["select_prim"], params["padding"]
+    floating = jnp.issubdtype(operand.dtype, jnp.floating)
+    lowest = -jnp.inf if floating else jnp.iinfo(operand.dtype).min
+    highest = jnp.inf if floating else jnp.iinfo(operand.dtype).max
+    least = jnp.asarray(lowest if select is jax.lax.ge_p else highest, operand.dtype)
+    padded = jax.lax.pad(operand, least, [(low, high, 0) for low, high in padding])
+    out = _select_and_scatter(
+        padded,
+        select.bind,
+        params["window_dimensions"],
+        params["window_strides"],
+        [(0, 0)] * len(padding),
+        source,
+        zero,
+        jax.lax.add,
+    )
+    return jax.lax.slice(
+        out, [low for low, _ in padding], [low + n for (low, _), n in zip(padding, shape, strict=True)]
+    )
 
 
 def under_name_stack(name_stack: Any) -> Any:

@@ -492,9 +492,7 @@ def _hold_results(
         kept = [(int(buffers.time[m]) + 1, end, "activations", (graph.ops[m].scope, m)) for m, end in until.items()]
         hold(copies_kept(graph, representative, cls.strategies, sizes), kept)
     padded = padded + held_beside(graph, representative, account.beside, cls.strategies, sizes)
-    if representative.primitive == "select_and_scatter_add":
-        early = bool(buffers.start[representative.outputs[0]] < buffers.time[representative.id])
-        padded = padded + window_places(graph, representative, cls.strategies, sizes, early)
+    padded = padded + window_places(graph, representative, cls.strategies, sizes)
     times = [(int(buffers.time[m]), (graph.ops[m].scope, m)) for m in cls.members]
     hold(padded, [(time, time + 1, "activations", label) for time, label in times])
 

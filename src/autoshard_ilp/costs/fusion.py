@@ -33,7 +33,6 @@ from autoshard_ilp.costs.written import (
     operands_of_erfc,
     packed_masks,
     padded_for_several,
-    zeros_of_poolings,
 )
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
 
@@ -84,7 +83,7 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
     stored = _needs_buffer(graph, root, readers, family, anew)
     fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
     if family == "gpu":
-        stored |= operands_of_erfc(graph, root, stored, fuses) | zeros_of_poolings(graph)
+        stored |= operands_of_erfc(graph, root, stored, fuses)
         stored[_read_step_by_step(graph, root, fuses)] = True
     several = _read_by_several_kernels(graph, root, stored, readers, family)
     if family == "gpu":

@@ -20,7 +20,6 @@ from autoshard_ilp.costs.longkept import functions_of_one
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, VIEWS, fusible
 from autoshard_ilp.costs.triton import leaves_triton
-from autoshard_ilp.costs.written import is_relu
 from autoshard_ilp.graph import BOUNDARY, PSEUDO_OPERATIONS, Graph, Op
 
 SLICED_APART = frozenset({"gpu"})
@@ -352,8 +351,8 @@ def _behind(graph: Graph, tensors: Iterable[int]) -> set[int]:
 def _prepared_together(graph: Graph, start: np.ndarray) -> None:
     """XLA:GPU fills with zeros in one kernel, before the first of them is needed, what has equal shapes: the stacks of
     all loops, and what gradients of tables are added up in. Zeros for tables of other shapes wait for nothing, so it
-    makes them while it waits for a collective, before the first of all. The gradient of a max pooling is made in zeros
-    as well, and where a ReLU is of its shape, these are made for both."""
+    makes them while it waits for a collective, before the first of all. Those that the gradient of a max pooling is
+    added up in wait for its cotangent (``apply/``)."""
     filled = [
         graph.tensors[op.outputs[0]]
         for op in graph.ops
@@ -367,14 +366,6 @@ def _prepared_together(graph: Graph, start: np.ndarray) -> None:
     early = min((first[t.shape, t.dtype] for t in filled if t.id in of_tables), default=0)
     for t in filled:
         start[t.id] = early if t.id in of_tables else first[t.shape, t.dtype]
-    of_relu: dict[tuple[tuple[int, ...], str], int] = {}
-    for op in graph.ops:
-        if is_relu(graph, op):
-            t = graph.tensors[op.outputs[0]]
-            of_relu.setdefault((t.shape, t.dtype), int(start[t.id]))
-        if op.primitive == "select_and_scatter_add" and not op.region:
-            t = graph.tensors[op.outputs[0]]
-            start[t.id] = min(int(start[t.id]), of_relu.get((t.shape, t.dtype), int(start[t.id])))
 
 
 def _adds_to_zeros(graph: Graph, op: Op) -> bool:

@@ -89,30 +89,26 @@ def masked_copies(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_siz
     return held
 
 
-def window_places(
-    graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int], zeros_are_there: bool
-) -> np.ndarray:
+def window_places(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
     """Bytes that one device holds besides during the gradient of a max pooling, per strategy.
 
     XLA:GPU first finds the place of every window's maximum: the maximum and one index per dimension, of 32 bits each.
-    The maximum is dropped before the gradient's own array is filled with zeros, where that is not filled already.
+    The gradient's own array may be filled with zeros before.
 
     Args:
         graph: of the step.
         op: any operation.
         strategies: its strategies.
         axis_sizes: devices along each mesh axis.
-        zeros_are_there: whether the result's buffer is held before.
     """
     held = np.zeros(len(strategies), np.int64)
     if op.primitive != "select_and_scatter_add":
         return held
-    shape = graph.tensors[op.inputs[0]].shape
-    arrays = len(shape) + zeros_are_there
+    shape, maximum_bytes = graph.tensors[op.inputs[0]].shape, math.ceil(graph.tensors[op.inputs[1]].itemsize)
     for i, strategy in enumerate(strategies):
         layout = strategy.operands[0]
         if layout is not None:
-            held[i] = arrays * PLACE_BYTES * math.prod(shape_on_device(shape, layout, axis_sizes))
+            held[i] = (len(shape) * PLACE_BYTES + maximum_bytes) * math.prod(shape_on_device(shape, layout, axis_sizes))
     return held
 
 

@@ -209,30 +209,6 @@ def _merges(graph: Graph, product: Op) -> bool:
     return max(free) > 1
 
 
-def is_relu(graph: Graph, op: Op) -> bool:
-    """Whether an operation of the top level is the larger of a tensor and a number."""
-    return op.primitive == "max" and not op.region and any(graph.tensors[t].literal is not None for t in op.inputs)
-
-
-def zeros_of_poolings(graph: Graph) -> np.ndarray:
-    """ReLUs of the shape and type of a max pooling's gradient, which is added up in zeros.
-
-    XLA:GPU writes these zeros once for the gradient and once for the ReLUs and their gradients, which read them; the
-    ReLU itself is computed inside the pooling. So what is marked as written stands for the zeros.
-    """
-    poolings = {
-        (graph.tensors[op.outputs[0]].shape, graph.tensors[op.outputs[0]].dtype)
-        for op in graph.ops
-        if op.primitive == "select_and_scatter_add" and not op.region
-    }
-    found = np.zeros(len(graph.tensors), bool)
-    for op in graph.ops:
-        if is_relu(graph, op):
-            t = graph.tensors[op.outputs[0]]
-            found[t.id] = (t.shape, t.dtype) in poolings
-    return found
-
-
 def masks_of_extremes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
     """Bytes that one device holds of the mask ``x == max(x)`` of a metric's ``argmax``, per strategy.
 
