@@ -14,9 +14,9 @@ step, and holds what they sum up until then: cotangents, also gathered ones; for
 themselves, since their gradient is never written (a language model of two layers: 67 of 224 MB of HBM at the peak). So
 the backward pass waits for such sums, as each device has them; for those over the gradient of the logits its first
 product does. XLA:GPU puts sums off, too, and adds several of them up in one kernel, which is quicker (BERT's step on
-one H100 took 91.0 ms with, and 89.8 without waiting); so only those are waited for there that the budget leaves no room
-to put off (``placement.py``). Compiled for 8 H100s under tight budgets: two layers of DeBERTa 173 -> 161 MB, of XLNet
-126 -> 119.
+one H100 took 91.0 ms with, and 89.8 without waiting); so only those are waited for there that the memory has no room
+to put off (:mod:`autoshard_ilp.latesums`). Compiled for 8 H100s under tight budgets: two layers of DeBERTa 173 -> 161
+MB, of XLNet 126 -> 119.
 
 Nothing waits for a metric either. XLA:TPU computes the accuracy of a language model at the end of the step, and holds
 the logits and the masks of its ``argmax`` until then. So the backward pass waits for the metrics that reduce large
