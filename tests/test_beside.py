@@ -63,13 +63,25 @@ def test_every_gradient_but_the_last_has_a_product_beside_it() -> None:
 )
 def test_held_beside(cotangent: Any, partial: Any, result: Any, expected: int) -> None:
     graph = graph_of()
-    beside = gradients_beside(graph, analyse(graph, "gpu"))
+    beside = gradients_beside(graph, analyse(graph, "gpu"), {})
     op = graph.ops[max(beside)]
     resolutions = () if partial is None else (Resolution("reduce-scatter", (1,), 0),)
     operands = [(-1, -1), (-1, -1)]
     operands[beside[op.id].cotangent] = cotangent
     strategy = Strategy(tuple(operands), (result,), partial, resolutions, 1.0)
     assert held_beside(graph, op, beside, [strategy], SIZES).tolist() == [expected]
+
+
+def test_an_unreduced_gradient_that_waits_for_others_is_counted_once() -> None:
+    graph = graph_of()
+    buffers = analyse(graph, "gpu")
+    products = [op.id for op in graph.ops if op.phase == "backward" and op.primitive == "dot_general"]
+    (gradient,) = graph.ops[products[0]].outputs
+    strategy = Strategy(((0, -1), (0, -1)), ((0, -1),))
+    expected = {products[1] - 1: GRADIENT_BYTES, products[1]: 0, len(graph.ops): 0}
+    for until, held in expected.items():
+        beside = gradients_beside(graph, buffers, {gradient: until})
+        assert held_beside(graph, graph.ops[products[1]], beside, [strategy], SIZES).tolist() == [held]
 
 
 def dense(dtype: str, width: int, layers: int) -> Any:

@@ -43,6 +43,7 @@ class Beside:
         rows: dimensions of the layer's input that it does not sum over.
         itemsize, gradient_itemsize: bytes per element of the layer's input, and of the gradient.
         dies: whether nothing else reads the layer's input any more.
+        waits: whether the unreduced gradient is counted as held anyway, until gradients made later are reduced with it.
     """
 
     cotangent: int
@@ -52,6 +53,7 @@ class Beside:
     itemsize: float
     gradient_itemsize: float
     dies: bool
+    waits: bool = False
 
 
 def products_beside(graph: Graph) -> dict[int, int]:
@@ -74,12 +76,13 @@ def products_beside(graph: Graph) -> dict[int, int]:
     return found
 
 
-def gradients_beside(graph: Graph, buffers: Buffers) -> dict[int, Beside]:
+def gradients_beside(graph: Graph, buffers: Buffers, reduced: Mapping[int, int]) -> dict[int, Beside]:
     """Per product of the backward pass, the gradient that runs beside it.
 
     Args:
         graph: with hubs.
         buffers: of the graph, as XLA:GPU has them.
+        reduced: gradient -> when it is reduced together with others (:mod:`autoshard_ilp.costs.combining`).
     """
     found: dict[int, Beside] = {}
     for gradient_id, op_id in products_beside(graph).items():
@@ -98,6 +101,7 @@ def gradients_beside(graph: Graph, buffers: Buffers) -> dict[int, Beside]:
                 itemsize=image.itemsize,
                 gradient_itemsize=graph.tensors[gradient.outputs[0]].itemsize,
                 dies=int(buffers.last_use[image.id]) == int(buffers.time[gradient_id]),
+                waits=reduced.get(gradient.outputs[0], 0) >= int(buffers.time[op_id]),
             )
     return found
 
@@ -124,6 +128,8 @@ def held_beside(
             continue
         unreduced = strategy.results[0] if strategy.partial is None else strategy.partial
         if set(read) & set(what.summed):
+            if what.waits:
+                continue
             inputs, columns = (local_shape(s, x, axis_sizes) for s, x in ((made.shape, unreduced), (what.shape, read)))
             elements = math.prod(inputs[d] for d in what.rows)
             elements *= math.prod(n for d, n in enumerate(columns) if d not in what.summed)

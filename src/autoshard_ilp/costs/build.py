@@ -105,7 +105,8 @@ class _Account:
         self.masked_again = masked_again(table.graph) if self.family == "gpu" else {}
         self.copied_images = copied_images(table.graph) if self.family == "gpu" else {}
         self.siblings = held_for_siblings(table.graph, table.buffers) if self.pads else {}
-        self.beside = gradients_beside(table.graph, table.buffers) if self.family == "gpu" else {}
+        gpu = self.family == "gpu"
+        self.beside = gradients_beside(table.graph, table.buffers, self.reduced) if gpu else {}
         self.first_lookup = first_lookup(table.graph, table.buffers.time) if self.family == "tpu" else 0
         self.tied_lookups = read_by_products_later(table.graph, table.buffers.time) if self.family == "tpu" else {}
         self.in_results = made_in_results(table.graph, fuses) if self.family == "tpu" else frozenset()
