@@ -79,8 +79,8 @@ def sums_waited_for(
         over.setdefault(source.id, []).append(op.id)
         size = max(local_bytes(x.shape, x.itemsize, lay, axis_sizes) for x, lay in ((t, layout), (source, written)))
         held[source.id] = max(held.get(source.id, 0), size)
-        first = int(np.searchsorted(at_s, begins.get(layer_of[op.scope], 0.0), "right")) - 1
-        since[source.id] = min(since.get(source.id, first), max(first, 0))
+        first = max(0, int(np.searchsorted(at_s, begins.get(layer_of[op.scope], 0.0), "right")) - 1)
+        since[source.id] = min(since.get(source.id, first), first)
     for source_id in sorted(held, key=lambda array: (-since[array], held[array], array)):
         later = free[since[source_id] :]
         if held[source_id] <= later.min():

@@ -130,9 +130,9 @@ def decisions(graph: Graph, placement: Placement, *, room: Room | None = None, a
     waits, sums = frozenset[tuple[int, int]](), frozenset[int]()
     if room is not None:
         sums = frozenset(sums_waited_for(graph, operands, results, room, axis_sizes))
-    if room is not None and room.budget_bytes is not None:
-        left = room.budget_bytes - room.peak_bytes
-        waits = frozenset(_large_gathers(graph, operands, results, left, axis_sizes))
+        if room.budget_bytes is not None:
+            left = room.budget_bytes - room.peak_bytes
+            waits = frozenset(_large_gathers(graph, operands, results, left, axis_sizes))
     return Decisions(operands, results, regather, via, waits, sums)
 
 

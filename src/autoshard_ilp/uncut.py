@@ -9,19 +9,17 @@ what is written, for microseconds more, and its result is cut instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from autoshard_ilp.costs.primitives import PRODUCTS, VIEWS, fusible
 from autoshard_ilp.cuts import is_cut
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.order import sums_put_off
-from autoshard_ilp.sharding import WHOLE, Layout
+from autoshard_ilp.repeated import Places
+from autoshard_ilp.sharding import WHOLE
 
 PLATFORMS = frozenset({"gpu"})
 """Whose compilers compute a part anew."""
-
-Places = Mapping[tuple[int, int], Layout]
-"""(op id, operand or result index) -> layout."""
 
 
 def sums_of_the_whole(

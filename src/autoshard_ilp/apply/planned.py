@@ -208,7 +208,7 @@ def _gradients(graph: Graph, platform: str) -> frozenset[int]:
                 found.discard(t)
                 t = graph.ops[producer].inputs[0]
                 producer = graph.tensors[t].producer
-    found = {
-        t for t in found if len(graph.tensors[t].shape) > 1 and graph.tensors[t].dtype.startswith(("float", "bfloat"))
-    }
-    return frozenset(t for t in found if platform != "gpu" or by_product(t))
+    wanted = (t for t in found if platform != "gpu" or by_product(t))
+    return frozenset(
+        t for t in wanted if len(graph.tensors[t].shape) > 1 and graph.tensors[t].dtype.startswith(("float", "bfloat"))
+    )

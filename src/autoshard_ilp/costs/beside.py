@@ -53,7 +53,7 @@ class Beside:
     itemsize: float
     gradient_itemsize: float
     dies: bool
-    waits: bool = False
+    waits: bool
 
 
 def products_beside(graph: Graph) -> dict[int, int]:

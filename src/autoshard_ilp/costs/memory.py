@@ -141,7 +141,7 @@ def schedule(graph: Graph, family: str = "") -> np.ndarray:
         for op_id in waiting:  # grows on the way
             known[op_id] = max(int(known[op_id]), product)  # whichever of the two is first
             readers = (graph.ops[r] for t in graph.ops[op_id].outputs for r, _ in graph.tensors[t].consumers)
-            waiting += [r.id for r in readers if r.phase == "backward"]
+            waiting += [r.id for r in readers if r.phase == "backward" and known[r.id] < product]
     for op in graph.ops:
         if multiplied or op.phase != "update" or op.region or op.primitive in ("argument", "constant"):
             continue
