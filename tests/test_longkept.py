@@ -52,11 +52,12 @@ def test_logits_are_not_held_beside_their_exponentials() -> None:
             total = jnp.sum(jnp.log(jnp.sum(jnp.exp(logits), 1)))  # read once more behind the exponentials
             return total - jnp.sum(jnp.where(labels[:, None] == jnp.arange(WIDTH), logits, 0.0))
 
-        return w - jax.grad(loss)(w)
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - gradient, value
 
     w, x = (jax.ShapeDtypeStruct((n, WIDTH), "float32") for n in (WIDTH, ROWS))
     jaxpr = jax.make_jaxpr(step)(w, x, jax.ShapeDtypeStruct((ROWS,), "int32"))
-    graph = insert_hubs(build_graph(jaxpr, argument_paths=["w", "x", "labels"], result_paths=["w"]))
+    graph = insert_hubs(build_graph(jaxpr, argument_paths=["w", "x", "labels"], result_paths=["w", "loss"]))
     buffers = analyse(graph, "gpu")
     (logits,) = results_of(graph, "dot_general")
     held = [t for t in results_of(graph, "exp") if buffers.stored[t]]
