@@ -368,7 +368,9 @@ def _copy_lifetime(table: CostTable, flow: Flow, op_id: int) -> tuple[int, int]:
     start = int(buffers.time[op_id])
     if op.primitive == "result":
         return start, buffers.horizon
-    last = max((int(buffers.last_use[t]) for t in op.outputs), default=start)
+    readers = (reader for t in op.outputs for reader, _ in table.graph.tensors[t].consumers)
+    last = max((buffers.beside.get(reader, 0) for reader in readers), default=start)
+    last = max([last, *(int(buffers.last_use[t]) for t in op.outputs)])
     if op.primitive == "loop_slice":
         return start, max(last, buffers.ends[op.region]) + 1
     if flow.operand == REUSE:

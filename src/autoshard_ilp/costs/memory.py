@@ -41,6 +41,8 @@ class Buffers:
         begins, ends: region -> time of its first operation, and of its last.
         sliced: loop slice -> (tensor, until when): buffers of which nothing but one loop reads slices. ``end`` is when
             that loop begins, as if they were gathered for it; as they are, they are held until it ends.
+        beside: gradient of a weight -> time of the product that XLA:TPU computes before it, and that comes later in the
+            program: the cotangent of the layer's input. Copies gathered for the one are held during the other.
     """
 
     stored: np.ndarray
@@ -54,6 +56,7 @@ class Buffers:
     begins: Mapping[int, int] = field(default_factory=dict)
     ends: Mapping[int, int] = field(default_factory=dict)
     sliced: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    beside: Mapping[int, int] = field(default_factory=dict)
 
 
 def is_computed_inside(op: Op, tensor: int, buffers: Buffers) -> bool:
@@ -110,7 +113,9 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
     for op_id, (t_id, _) in sliced.items():
         end[t_id] = time[op_id] + 1
     reads = reads_by_kernel(graph, root, stored) if family == "gpu" else _reads(graph, root, stored)
-    return Buffers(stored, start, end, root, reads, last_use, time, horizon, begins, _region_ends(graph, time), sliced)
+    beside = {g: int(time[p]) for g, p in products_beside(graph).items()} if family == "tpu" else {}
+    ends = _region_ends(graph, time)
+    return Buffers(stored, start, end, root, reads, last_use, time, horizon, begins, ends, sliced, beside)
 
 
 def _sliced_by_one_loop(

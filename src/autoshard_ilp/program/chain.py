@@ -41,11 +41,12 @@ CHECK = 10
 STEADY = 1e-7
 """... whether the bound has risen by this part of it; else that is all."""
 
-ENOUGH = 1e-8, 1e-5
+ENOUGH = 1e-8, 5e-7
 """Of the cost: how far the minima of all layers, and of the surroundings, may be from what is proved of them."""
 
-REST_TIMES, REST_SECONDS = 3.0, 1.0
-"""What the surroundings may take, of the time that everything before them took, and at least."""
+REST_TIMES, REST_SECONDS = 3.0, 5.0
+"""What the surroundings may take, of the time that everything before them took, and at least: they take 1 to 3 s as a
+rule, and where they are not solved, the whole step is (80 layers: 13 s)."""
 
 Position = tuple[int, int, int, int]
 """Kind of an edge between layers, its ends among the nodes of a layer, and how many layers on the second one is."""
