@@ -69,6 +69,7 @@ def test_measured_single_device_smoke(tmp_path):
     assert float(row["measured / predicted"]) > 0
 
 
+@pytest.mark.slow
 def test_measured_steps_smoke(tmp_path):
     printed = smoke("measured_steps.py", tmp_path)
     rows = table_rows(printed[printed.index("## smoke") :])

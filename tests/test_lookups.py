@@ -67,6 +67,7 @@ def model() -> Any:
 
 @needs_tpu
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_compiled_lookups_take_and_send_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     ratios = {}
     for counted in (True, False):

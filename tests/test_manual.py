@@ -426,6 +426,7 @@ def test_the_tpu_compiler_scatters_transposed_gradients() -> None:
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_the_tpu_compiler_copies_no_transposed_gradient_to_scatter_its_first_dimension() -> None:
     """The variable's order, that of the transpose, would reach the sums before they are scattered: 67 MB once more."""
     pytest.importorskip("libtpu")

@@ -39,12 +39,12 @@ MESH_OF = {
     "mobilenet": TWO,
     "llama": TWO,
     "mixtral": TWO,
-    "gru": TWO,
     "tied_embeddings": TWO,
 }  # the others: ONE
 SLOW = [
     ("efficientnet", TWO),
     ("unet", TWO),
+    ("gru", TWO),
     ("bert", ONE),
     ("lora", THREE),
     ("gemma", ONE),

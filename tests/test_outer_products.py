@@ -64,6 +64,7 @@ def one_unit() -> keras.Model:
 
 
 @needs_tpu
+@pytest.mark.slow
 def test_what_reaches_the_layer_before_a_single_unit_is_not_gathered() -> None:
     mesh = {"data": 2, "model": 4}
     plan = autoshard.optimize(one_unit, mesh, hardware="tpu-v5e:2x4", batch_size=2048, progress=False)

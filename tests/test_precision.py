@@ -234,6 +234,7 @@ def test_a_result_of_odd_columns_is_copied_on_tpu() -> None:
 
 @needs_tpu
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_the_tpu_compiler_sends_half_of_what_was_scattered_for_products() -> None:
     """A gradient of 32 bits, scattered by one product and gathered for two others, which round it."""
 

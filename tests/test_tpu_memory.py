@@ -589,6 +589,7 @@ def test_softmaxes_and_error_functions_are_written_on_v5p(hardware: str, scores:
 
 @needs_tpu
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_the_tpu_compiler_copies_images_into_tiles_of_batch_and_channels() -> None:
     """What is counted for a convolution's image: 16 bits, with batch and channels varying fastest."""
     import jax

@@ -120,6 +120,7 @@ def test_what_one_loop_writes_for_the_next_stays_on_the_chip() -> None:
 
 
 @needs_tpu
+@pytest.mark.slow
 def test_what_a_lookup_cuts_out_of_a_tied_table_stays_until_the_logits() -> None:
     """An eighth of the rows on each device, in 32 bits: both are read as 16, but the table is not stored as that."""
     factory = load_model_factory("hub:gemma3_1b?layers=1", sequence_length=512)
