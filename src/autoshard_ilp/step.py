@@ -76,6 +76,7 @@ def graph_of(
 @collector_paused()
 def whole_graph(infos: Any, while_trip_count: int | None = None) -> Graph:
     """The graph of a traced step before rematerialisation and hubs: the same under every policy."""
+    from autoshard_ilp.equal import merge_equal_casts
     from autoshard_ilp.flatten import build_graph
     from autoshard_ilp.groups import merge_groups
 
@@ -86,7 +87,7 @@ def whole_graph(infos: Any, while_trip_count: int | None = None) -> Graph:
         aliases=infos.aliases,
         while_trip_count=while_trip_count,
     )
-    return merge_groups(graph)
+    return merge_groups(merge_equal_casts(graph))
 
 
 def check_trip_count(while_trip_count: Any) -> int | None:
