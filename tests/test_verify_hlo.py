@@ -330,6 +330,10 @@ def loop(condition: str, update: str, init: str, suffix: str = "") -> str:
   %i = s32[] get-tuple-element(%q), index=0
   %n = s32[] get-tuple-element(%q), index=2
   %k = s32[] constant(-3)
+  %eight = s32[] constant(8)
+  %below = pred[] compare(%i, %n), direction=LT
+  %sooner = pred[] compare(%eight, %i), direction=GT
+  %early = pred[] custom-call(%q), custom_call_target="converged"
   ROOT %lt = pred[] {condition}
 }}"""
     wrapped = """%wrapped_add (a: s32[], b: s32[]) -> s32[] {
@@ -370,6 +374,8 @@ def loop(condition: str, update: str, init: str, suffix: str = "") -> str:
             9,
         ),
         ("compare(%i, %n), direction=LT", "add(%i, %one)", "10", 0),
+        ("and(%early, %below)", "add(%i, %one)", "3", 7),
+        ("and(%below, %sooner)", "add(%i, %one)", "0", 8),
     ],
 )
 def test_trip_counts_are_derived(condition: str, update: str, init: str, trips: int) -> None:
@@ -382,9 +388,16 @@ def test_known_trip_count_wins() -> None:
     assert found(loop("compare(%i, %n), direction=LT", "add(%i, %one)", "0", suffix)) == [("all-reduce", 64, 7)]
 
 
-@pytest.mark.parametrize("update", ["multiply(%i, %two)", "add(%i, %i)"])
-def test_a_loop_that_cannot_be_told_counts_once_and_says_so(update: str) -> None:
-    (collective,) = parse_collectives(loop("compare(%i, %n), direction=LT", update, "1"))
+@pytest.mark.parametrize(
+    ("condition", "update"),
+    [
+        ("compare(%i, %n), direction=LT", "multiply(%i, %two)"),
+        ("compare(%i, %n), direction=LT", "add(%i, %i)"),
+        ("and(%early, %early)", "add(%i, %one)"),
+    ],
+)
+def test_a_loop_that_cannot_be_told_counts_once_and_says_so(condition: str, update: str) -> None:
+    (collective,) = parse_collectives(loop(condition, update, "1"))
     assert collective.count == 1
     assert collective.unknown_loop
 

@@ -5,13 +5,15 @@ itself: a counter that starts at ``init``, grows by ``step`` and is compared wit
 
     ceil((limit - init) / step)   for ``counter < limit``,
 
-and likewise for the other comparisons. The three values are found by following copies, tuples, constants, fusions and
+and likewise for the other comparisons. A loop that may also stop early, since more than this comparison must hold, runs
+so often at most, and the most is what the plan prices. The three values are found by following copies, tuples, constants, fusions and
 the values that a loop hands through unchanged. Whatever cannot be followed gives ``None``: unknown, never a guess.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoshard_ilp.verify.hlo_text import Computation, Instruction, Module
@@ -160,21 +162,39 @@ class _Tracer:
         computation = self.module.computations.get(names[0]) if names else None
         return Frame(computation, instruction, frame) if computation else None
 
-    def comparison(self, frame: Frame, name: str) -> tuple[_Affine, _Affine, str] | None:
-        """The comparison that a condition returns: left side, right side, direction."""
+    def comparisons(self, frame: Frame, name: str) -> Iterator[tuple[_Affine, _Affine, str]]:
+        """The comparisons that must all hold for a condition to: left side, right side, direction of each."""
         instruction = frame.computation.instructions.get(name)
         if instruction is None:
-            return None
+            return
         if instruction.opcode == "compare":
             left, right = (self.value(frame, operand) for operand in instruction.operands[:2])
             direction = instruction.attribute("direction")
-            return (left, right, direction) if left and right and direction else None
-        if instruction.opcode in _PASS_THROUGH:
-            return self.comparison(frame, instruction.operands[0])
-        if instruction.opcode in ("fusion", "call"):
+            if left and right and direction:
+                yield left, right, direction
+        elif instruction.opcode == "and":
+            for operand in instruction.operands:
+                yield from self.comparisons(frame, operand)
+        elif instruction.opcode in _PASS_THROUGH:
+            yield from self.comparisons(frame, instruction.operands[0])
+        elif instruction.opcode in ("fusion", "call"):
             inner = self._enter(frame, instruction)
-            return self.comparison(inner, inner.computation.root) if inner else None
-        return None
+            if inner:
+                yield from self.comparisons(inner, inner.computation.root)
+
+    def runs(
+        self, frame: Frame, loop: Instruction, body: Computation, left: _Affine, right: _Affine, direction: str
+    ) -> int | None:
+        """How often a comparison holds in a row; None when it cannot be told."""
+        if left.counter is None:
+            left, right, direction = right, left, _MIRROR.get(direction, direction)
+        if left.counter is None or right.counter is not None:
+            return None
+        initial = self.element(frame, loop.operands[0], left.counter, 0)
+        following = self.element(Frame(body, loop, frame, loop=True), body.root, left.counter, 0)
+        if initial is None or initial.counter is not None or following is None or following.counter != left.counter:
+            return None
+        return _runs(initial.offset + left.offset, following.offset, right.offset, direction)
 
 
 def _parameter_number(instruction: Instruction) -> int:
@@ -207,7 +227,7 @@ def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
         frame: the computation that holds it, and how it was reached.
 
     Returns:
-        The number, from XLA's annotation or derived; None when neither can tell.
+        The number, or the most that it may be, from XLA's annotation or derived; None when neither can tell.
     """
     known = _KNOWN.search(loop.text)
     if known:
@@ -218,16 +238,6 @@ def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
     if condition is None or body is None:
         return None
     tracer = _Tracer(module)
-    compared = tracer.comparison(Frame(condition, loop, frame, loop=True), condition.root)
-    if compared is None:
-        return None
-    left, right, direction = compared
-    if left.counter is None:
-        left, right, direction = right, left, _MIRROR.get(direction, direction)
-    if left.counter is None or right.counter is not None:
-        return None
-    initial = tracer.element(frame, loop.operands[0], left.counter, 0)
-    following = tracer.element(Frame(body, loop, frame, loop=True), body.root, left.counter, 0)
-    if initial is None or initial.counter is not None or following is None or following.counter != left.counter:
-        return None
-    return _runs(initial.offset + left.offset, following.offset, right.offset, direction)
+    compared = tracer.comparisons(Frame(condition, loop, frame, loop=True), condition.root)
+    counts = [tracer.runs(frame, loop, body, *comparison) for comparison in compared]
+    return min((n for n in counts if n is not None), default=None)
