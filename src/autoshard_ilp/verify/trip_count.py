@@ -6,8 +6,9 @@ itself: a counter that starts at ``init``, grows by ``step`` and is compared wit
     ceil((limit - init) / step)   for ``counter < limit``,
 
 and likewise for the other comparisons. A loop that may also stop early, since more than this comparison must hold, runs
-so often at most, and the most is what the plan prices. The three values are found by following copies, tuples, constants, fusions and
-the values that a loop hands through unchanged. Whatever cannot be followed gives ``None``: unknown, never a guess.
+so often at most, and the most is what the plan prices. The three values are found by following copies, tuples,
+constants, fusions and the values that a loop hands through unchanged. Whatever cannot be followed gives ``None``:
+unknown, never a guess.
 """
 
 from __future__ import annotations
