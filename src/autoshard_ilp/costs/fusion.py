@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autoshard_ilp.costs.centred import centred_for_variances
 from autoshard_ilp.costs.gpu_kernels import worth_writing
 from autoshard_ilp.costs.primitives import (
     LONG,
@@ -84,7 +85,7 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
     fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
     if family == "gpu":
         stored |= operands_of_erfc(graph, root, stored, fuses)
-        stored[_read_step_by_step(graph, root, fuses)] = True
+        stored[[*_read_step_by_step(graph, root, fuses), *centred_for_variances(graph, fuses)]] = True
     several = _read_by_several_kernels(graph, root, stored, readers, family)
     if family == "gpu":
         stored = worth_writing(graph, root, stored, _last_of_chains(graph, several, readers))
