@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ import numpy as np
 from autoshard_ilp.costs.build import Built
 from autoshard_ilp.costs.table import CostTable
 from autoshard_ilp.names import common, pattern
-from autoshard_ilp.report import ON_CHIP_FIRST, collective_sites, held_bytes
+from autoshard_ilp.report import ON_CHIP_FIRST, collective_sites, held_by_all
 
 COMPUTE = "compute"
 MAX_SEGMENTS = 2000
@@ -182,19 +184,20 @@ def op_events(table: CostTable, choices: Sequence[int]) -> Iterator[OpEvent]:
     for collective, sites in collective_sites(table, choices):
         for op_id, comes_first in sites:
             (before if comes_first else after)[op_id].append((collective, collective.count / len(sites)))
-    counted = {m for c in table.classes for m in c.members}
+    seconds_of: dict[int, float] = {}  # of one execution of each operation
+    for c, choice in zip(table.classes, choices, strict=True):
+        seconds_of |= dict.fromkeys(c.members, float(c.compute_seconds[choice]))
     now = 0.0
-    for op_id in np.argsort(table.buffers.time, kind="stable"):
+    for op_id in np.argsort(table.buffers.time, kind="stable").tolist():
         op = graph.ops[op_id]
-        cls = int(table.class_of[op_id])
-        own = 0.0
-        if op_id in counted:
-            own = op.count * float(table.classes[cls].compute_seconds[choices[cls]])
+        own = op.count * seconds_of.get(op_id, 0.0)
         layer = layer_of[op.scope]
-        parts = [*map(_part, before[op_id]), (COMPUTE, "", own, 0.0, op.primitive, 0.0), *map(_part, after[op_id])]
+        parts = [(COMPUTE, "", own, 0.0, op.primitive, 0.0)]
+        if op_id in before or op_id in after:
+            parts = [*map(_part, before[op_id]), *parts, *map(_part, after[op_id])]
         for kind, axes, seconds, hidden, name, sent in parts:
             if seconds > 0 or hidden > 0:
-                yield OpEvent(Segment(layer, op.phase, kind, axes, now, seconds, hidden), int(op_id), name, sent)
+                yield OpEvent(Segment(layer, op.phase, kind, axes, now, seconds, hidden), op_id, name, sent)
                 now += seconds
 
 
@@ -240,13 +243,14 @@ def layers_of(scopes: Iterable[str], forward: Iterable[str]) -> dict[str, str]:
 def _merged(events: Iterable[Any]) -> list[Segment]:
     """Neighbours of the same layer, phase, kind and axes as one; times follow on each other."""
     found: list[Segment] = []
-    for event in events:
-        s = event if isinstance(event, Segment) else event.segment
-        last = found[-1] if found else None
-        if last and (last.layer, last.phase, last.kind, last.axes) == (s.layer, s.phase, s.kind, s.axes):
-            found[-1] = replace(last, seconds=last.seconds + s.seconds, hidden_s=last.hidden_s + s.hidden_s)
-        else:
-            found.append(replace(s, start_s=last.end_s if last else 0.0))
+    segments = (event if isinstance(event, Segment) else event.segment for event in events)
+    for _, alike in groupby(segments, key=attrgetter("layer", "phase", "kind", "axes")):
+        first, *others = alike
+        seconds, hidden = first.seconds, first.hidden_s
+        for s in others:
+            seconds, hidden = seconds + s.seconds, hidden + s.hidden_s
+        start = found[-1].end_s if found else 0.0
+        found.append(replace(first, start_s=start, seconds=seconds, hidden_s=hidden))
     return found
 
 
@@ -270,15 +274,18 @@ def _memory(
     horizon = table.buffers.horizon
     held: dict[str, np.ndarray] = {}
     stays = np.zeros(2 * horizon + 1, np.int64)  # arguments and results, and after the horizon what is large
-    for i, category in enumerate(built.categories):
-        n = held_bytes(built, i, choices)
-        if n and lt.start[i] < horizon:
-            change = held.setdefault(category, np.zeros(horizon + 1, np.int64))
-            change[lt.start[i]] += n
-            change[min(lt.end[i], horizon)] -= n
-        if n and lt.end[i] >= horizon:
-            stays[max(lt.start[i], horizon)] += n
-            stays[lt.end[i] if lt.start[i] >= horizon else 2 * horizon] -= n
+    n_bytes = np.array(held_by_all(built, choices), np.int64)
+    categories = np.array(built.categories)
+    begun = (n_bytes > 0) & (lt.start < horizon)
+    for category in dict.fromkeys(categories[begun].tolist()):
+        own = begun & (categories == category)
+        change = held.setdefault(category, np.zeros(horizon + 1, np.int64))
+        np.add.at(change, lt.start[own], n_bytes[own])
+        np.subtract.at(change, np.minimum(lt.end[own], horizon), n_bytes[own])
+    kept = (n_bytes > 0) & (lt.end >= horizon)
+    start, end = lt.start[kept], lt.end[kept]
+    np.add.at(stays, np.maximum(start, horizon), n_bytes[kept])
+    np.subtract.at(stays, np.where(start >= horizon, end, 2 * horizon), n_bytes[kept])
     if not held:
         return (), {}
     held = {name: np.cumsum(change)[:-1] for name, change in held.items()}

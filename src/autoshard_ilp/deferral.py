@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.lookup import stays_partial
@@ -28,6 +29,7 @@ from autoshard_ilp.rules.rule import Kind, Rule
 
 SUMS = frozenset({"add", "add_any"})
 SUMS_OVER_DIMENSIONS = frozenset({"reduce_sum"})
+ANY_SUMS = SUMS | SUMS_OVER_DIMENSIONS
 REARRANGEMENTS = frozenset({"transpose", "reshape", "squeeze", "copy"})
 WIDER = {"float16": ("float32", "float64"), "bfloat16": ("float32", "float64"), "float32": ("float64",)}
 """Floating-point dtypes -> those that hold all their numbers."""
@@ -75,14 +77,16 @@ def deferrals(graph: Graph, rules: Sequence[Rule], kinds: Sequence[int]) -> list
         if summed or _made_smaller(graph, user) or (_hands_on(graph, user) and user.id in leaves):
             leaves.add(op.id)
     found = []
+    one = cache(Deferral)  # few are different
     for op in graph.ops:
-        reads = bool(op.inputs) and all(
-            graph.tensors[t].producer in leaves and graph.tensors[t].result_index == 0 for t in op.inputs
+        resolves = op.primitive in ANY_SUMS
+        reads = (
+            bool(op.inputs)
+            and (resolves or _hands_on(graph, op))
+            and all(graph.tensors[t].producer in leaves and graph.tensors[t].result_index == 0 for t in op.inputs)
         )
-        resolves = op.primitive in SUMS | SUMS_OVER_DIMENSIONS
-        reads = reads and (resolves or _hands_on(graph, op))
         local = op.eqn is not None and len(op.outputs) == 1 and alone[kinds[op.id]]
-        found.append(Deferral(reads, reads and resolves, op.id in leaves, local))
+        found.append(one(reads, reads and resolves, op.id in leaves, local))
     return found
 
 

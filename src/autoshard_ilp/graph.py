@@ -28,10 +28,13 @@ literals); a branch also reads those of the region around its ``cond`` directly.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -52,12 +55,14 @@ MIN_HUB_ELEMENTS = 1024
 """Smaller tensors get no hub: whether they are gathered once or twice is no decision worth making."""
 
 Record = TypeVar("Record", "Tensor", "Op", "Region")
+Options = ParamSpec("Options")
+Found = TypeVar("Found")
 
 
 def changed(record: Record, **fields: Any) -> Record:
     """``dataclasses.replace`` without its checks: graphs have hundreds of thousands of records."""
     other = object.__new__(type(record))
-    other.__dict__.update(record.__dict__, **fields)
+    other.__dict__ = record.__dict__ | fields
     return other
 
 
@@ -253,6 +258,29 @@ class Graph:
         return region.id not in self._inhabited
 
 
+def once_per_graph(
+    function: Callable[Concatenate[Graph, Options], Found],
+) -> Callable[Concatenate[Graph, Options], Found]:
+    """Asks a function only once about each graph and options: a graph that is built stays as it is.
+
+    What it finds is kept as long as the graph is, and must not be changed either.
+    """
+    known: WeakKeyDictionary[Graph, dict[Any, Found]] = WeakKeyDictionary()
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def found(graph: Graph, *args: Options.args, **options: Options.kwargs) -> Found:
+        answers = known.setdefault(graph, {})
+        asked = signature.bind(graph, *args, **options)
+        asked.apply_defaults()
+        key = asked.args[1:], tuple(asked.kwargs.items())
+        if key not in answers:
+            answers[key] = function(graph, *args, **options)
+        return answers[key]
+
+    return found
+
+
 def is_batch(op: Op) -> bool:
     """Whether an argument is part of the batch: it is written anew every step, so a sharded copy is cheaper."""
     return op.primitive == "argument" and op.path.partition("/")[0] in ("inputs", "targets", "sample_weight")
@@ -283,8 +311,8 @@ def assemble(graph: Graph, ops: Iterable[Op], tensors: Mapping[int, Tensor] | No
             new_tensors.append(changed(known[old_index], id=len(new_tensors), consumers=[], producer=None))
     new_ops = []
     for i, op in enumerate(ops):
-        inputs = tuple(tensor_ids[t] for t in op.inputs)
-        outputs = tuple(tensor_ids[t] for t in op.outputs)
+        inputs = tuple([tensor_ids[t] for t in op.inputs])
+        outputs = tuple([tensor_ids[t] for t in op.outputs])
         params = op.params
         if op.primitive == "hub":
             params = {**params, "of": inputs[0], "first": op_ids.get(params["first"])}
@@ -292,7 +320,8 @@ def assemble(graph: Graph, ops: Iterable[Op], tensors: Mapping[int, Tensor] | No
         for position, t in enumerate(inputs):
             new_tensors[t].consumers.append((i, position))
         for position, t in enumerate(outputs):
-            new_tensors[t].producer, new_tensors[t].result_index = i, position
+            tensor = new_tensors[t]
+            tensor.producer, tensor.result_index = i, position
 
     def kept(old: Iterable[int]) -> tuple[int, ...]:
         return tuple(op_ids[i] for i in old if i in op_ids)
@@ -328,11 +357,13 @@ def insert_hubs(graph: Graph, min_elements: int = MIN_HUB_ELEMENTS) -> Graph:
         min_elements: tensors with fewer elements get no hub.
     """
     tensors = dict(enumerate(graph.tensors))
-    ops = {op.id: changed(op) for op in graph.ops}
+    ops = {op.id: op for op in graph.ops}
     before: dict[int, list[Op]] = {}  # op id -> hubs that stand right before it
     next_op = len(graph.ops)
     for tensor in graph.tensors:
-        if tensor.literal is not None or not tensor.shape or math.prod(tensor.shape) < min_elements:
+        if len(tensor.consumers) < 2 or tensor.literal is not None or not tensor.shape:
+            continue
+        if math.prod(tensor.shape) < min_elements:
             continue
         groups: dict[int, dict[str, list[int]]] = {}
         for consumer in dict.fromkeys(op_id for op_id, _ in tensor.consumers):
@@ -366,7 +397,8 @@ def insert_hubs(graph: Graph, min_elements: int = MIN_HUB_ELEMENTS) -> Graph:
                 next_op += 1
                 before.setdefault(consumers[0], []).append(hub)
                 for c in consumers:
-                    ops[c].inputs = tuple(out.id if t == tensor.id else t for t in ops[c].inputs)
+                    inputs = tuple(out.id if t == tensor.id else t for t in ops[c].inputs)
+                    ops[c] = changed(ops[c], inputs=inputs)
     order: list[Op] = []
     for op_id, op in ops.items():
         order.extend(before.get(op_id, ()))

@@ -45,9 +45,9 @@ def place(table: CostTable, chosen: Sequence[int]) -> Placement:
     """Placement of every operation under the chosen strategy per class."""
     names: dict[Choice, int] = {}
     of_op = []
-    for op in table.graph.ops:
-        c = int(table.class_of[op.id])
-        strategy = table.classes[c].strategies[chosen[c]]
+    strategies = [c.strategies[s] for c, s in zip(table.classes, chosen, strict=True)]
+    for op, c in zip(table.graph.ops, table.class_of.tolist(), strict=True):
+        strategy = strategies[c]
         choice: Choice = (strategy.operands, strategy.results)
         if op.primitive == "result" and strategy.results:  # shares the decision of the argument that it replaces
             choice = ((strategy.results[0],), ())

@@ -252,6 +252,18 @@ ON_CHIP_FIRST = ("activations", "gathered", "gradients")
 """Parts from which what lies in a TPU's vector memory is taken: they do not tell which buffers those are."""
 
 
+def held_by_all(built: Built, choices: Sequence[int] | np.ndarray) -> list[int]:
+    """:func:`held_bytes` of every lifetime; those of one owner hold the same."""
+    lt = built.program.lifetimes
+    of_owner: dict[tuple[bool, int], int] = {}
+    found = []
+    for i, owner in enumerate(zip(lt.is_edge.tolist(), lt.owner.tolist(), strict=True)):
+        if owner not in of_owner:
+            of_owner[owner] = held_bytes(built, i, choices)
+        found.append(of_owner[owner])
+    return found
+
+
 def held_bytes(built: Built, lifetime: int, choices: Sequence[int] | np.ndarray) -> int:
     """Bytes per device of one lifetime of ``built.program`` under the chosen strategies."""
     lt = built.program.lifetimes

@@ -70,6 +70,7 @@ def apart(table: CostTable, built: Built, objective: str, prices: Mapping[int, f
     for result, argument in graph.aliases:
         node_of[result] = node_of[argument]
     edges: list[Edge] = []
+    alike_of = table.alike.tolist()
     kinds: list[int] = []
     names: dict[tuple[int, ...], int] = {}
     for kind, flow in enumerate(table.flows):
@@ -77,7 +78,7 @@ def apart(table: CostTable, built: Built, objective: str, prices: Mapping[int, f
         once = edge.table / flow.count
         times: dict[tuple[float, tuple[tuple[int, float], ...]], np.ndarray] = {}
         for (op_id, operand), producer in zip(flow.uses, _producers(table, flow), strict=True):
-            own = tuple(held.of_edges.get((kind, op_id), {}).items())
+            own = tuple(held.of_edges[kind, op_id].items()) if (kind, op_id) in held.of_edges else ()
             key = executions(graph, op_id, operand), own
             if key not in times:
                 times[key] = one(sum((price * held.bytes[k] for k, price in own), key[0] * once))
@@ -87,7 +88,7 @@ def apart(table: CostTable, built: Built, objective: str, prices: Mapping[int, f
                 nodes[a] = replace(nodes[a], costs=nodes[a].costs + own_cost)
                 continue
             edges.append(Edge(a, b, edge.u_labels, edge.v_labels, times[key]))
-            name = int(table.alike[producer]), flow.result, int(table.alike[op_id]), flow.operand
+            name = alike_of[producer], flow.result, alike_of[op_id], flow.operand
             kinds.append(names.setdefault(name, len(names)))
     members = [(index, m) for index, cls in enumerate(table.classes) for m in cls.members]
     classes, op_ids = np.array(members, np.int64).reshape(-1, 2).T

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autoshard_ilp.costs.combining import only_updates_read
-from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.graph import Graph, Op, once_per_graph
 from autoshard_ilp.sharding import Layout, local_bytes, local_shape
 from autoshard_ilp.strategies import Strategy
 
@@ -56,6 +56,7 @@ class Beside:
     waits: bool
 
 
+@once_per_graph
 def products_beside(graph: Graph) -> dict[int, int]:
     """Gradient of a weight -> the product after it that reads the same cotangent, and that the backward pass waits for.
 

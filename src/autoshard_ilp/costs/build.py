@@ -88,6 +88,7 @@ class _Account:
         self.stacks: list[int] = []  # lifetimes of what loops stack up
         self.ahead: list[int] = []  # lifetimes of gathered copies of what the step starts with
         self.family = getattr(table.profile, "family", "")
+        self.copies = _CopyLifetimes(table)
         self.known = known_from_the_start(table.graph) if self.family == "tpu" else ()
         self.gathered = gathered_together(table.graph, table.buffers, self.family)
         self.reduced = reduced_together(table.graph, table.buffers, self.family)
@@ -219,9 +220,10 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
         copies = np.where(_only_sliced(table, flow, u.layouts, v.layouts), 0, copies)
     copies = _in_tiles(table, flow, account, v.layouts, copies) if copies.any() and account.family == "tpu" else copies
     if copies.any() and _counts(table, flow, account) and len(table.classes) > 1:
+        reused = flow.operand == REUSE
         for op_id, operand in flow.uses:
             op = table.graph.ops[op_id]
-            start, end = _copy_lifetime(table, flow, op_id)
+            start, end = account.copies.of(op, reused)
             start = min(start, account.gathered.get(op.inputs[operand], start))
             if account.family == "tpu" and op.primitive == "loop_slice":
                 start = table.buffers.begins[op.region]  # with all that the loop reads: nothing is computed meanwhile
@@ -341,7 +343,7 @@ def _counts(table: CostTable, flow: Flow, account: _Account) -> bool:
     tensor = flow_tensor(table, flow)
     consumer = table.graph.ops[flow.uses[0][0]]
     in_place = consumer.primitive == "result" and flow.v in table.donated and account.family != "tpu"
-    return int(np.prod(tensor.shape)) * tensor.itemsize >= table.least_bytes and not in_place
+    return math.prod(tensor.shape) * tensor.itemsize >= table.least_bytes and not in_place
 
 
 def _not_merged(
@@ -359,26 +361,36 @@ def _not_merged(
     yield from merged.values()
 
 
-def _copy_lifetime(table: CostTable, flow: Flow, op_id: int) -> tuple[int, int]:
-    """A hub's copy lives until its last consumer; a reused one from the forward pass on; others for their operation.
+class _CopyLifetimes:
+    """From when to when copies of operands are held; asked for every use of every flow."""
 
-    What a loop slices is there until the loop ends. A result in another layout than its producer's stays to the end.
-    """
-    buffers, op = table.buffers, table.graph.ops[op_id]
-    start = int(buffers.time[op_id])
-    if op.primitive == "result":
-        return start, buffers.horizon
-    readers = (reader for t in op.outputs for reader, _ in table.graph.tensors[t].consumers)
-    last = max((buffers.beside.get(reader, 0) for reader in readers), default=start)
-    last = max([last, *(int(buffers.last_use[t]) for t in op.outputs)])
-    if op.primitive == "loop_slice":
-        return start, max(last, buffers.ends[op.region]) + 1
-    if flow.operand == REUSE:
-        first = table.graph.ops[op.params["first"]]
-        return int(buffers.last_use[first.outputs[0]]) + 1, last + 1
-    if op.primitive == "hub" or (fusible(op) and op.outputs and not any(buffers.stored[t] for t in op.outputs)):
-        return start, last + 1
-    return start, start + 1
+    def __init__(self, table: CostTable) -> None:
+        self.graph, self.buffers = table.graph, table.buffers
+        self.time, self.last_use = table.buffers.time.tolist(), table.buffers.last_use.tolist()
+        self.stored = table.buffers.stored.tolist()
+
+    def of(self, op: Op, reused: bool) -> tuple[int, int]:
+        """A hub's copy lives until its last consumer; a reused one from the forward pass on; others for their
+        operation.
+
+        What a loop slices is there until the loop ends. A result in another layout than its producer's stays to the
+        end.
+        """
+        start: int = self.time[op.id]
+        if op.primitive == "result":
+            return start, self.buffers.horizon
+        beside = self.buffers.beside
+        readers = (reader for t in op.outputs for reader, _ in self.graph.tensors[t].consumers) if beside else ()
+        last = max([self.last_use[t] for t in op.outputs], default=start)
+        last = max([last, *(beside[reader] for reader in readers if reader in beside)])
+        if op.primitive == "loop_slice":
+            return start, max(last, self.buffers.ends[op.region]) + 1
+        if reused:
+            first = self.graph.ops[op.params["first"]]
+            return self.last_use[first.outputs[0]] + 1, last + 1
+        if op.primitive == "hub" or (fusible(op) and op.outputs and not any(self.stored[t] for t in op.outputs)):
+            return start, last + 1
+        return start, start + 1
 
 
 def _label(table: CostTable, op_id: int, operand: int) -> tuple[str, int]:
@@ -421,7 +433,7 @@ def _hold_results(
 
     for j, t in enumerate(representative.outputs):
         tensor = graph.tensors[t]
-        if not buffers.stored[t] or np.prod(tensor.shape) * tensor.itemsize < table.least_bytes:
+        if not buffers.stored[t] or math.prod(tensor.shape) * tensor.itemsize < table.least_bytes:
             continue
         itemsize = account.never_wide.get(t, float(table.precision.held[t]))
         held = account.bytes_of(table, t, itemsize, cls.results[j].layouts)[cls.results[j].of_strategy]

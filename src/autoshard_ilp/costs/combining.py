@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autoshard_ilp.costs.primitives import VIEWS, fusible
-from autoshard_ilp.graph import Graph, Op, is_batch
+from autoshard_ilp.graph import Graph, Op, is_batch, once_per_graph
 
 if TYPE_CHECKING:
     from autoshard_ilp.costs.memory import Buffers
@@ -96,7 +96,7 @@ def _sums_beside(graph: Graph, known: Container[int]) -> Iterable[list[int]]:
     before = [0] * len(graph.tensors)
     found: dict[tuple[str, int], list[int]] = {}
     for op in graph.ops:
-        depth = max((before[t] for t in op.inputs), default=0) + (not fusible(op))
+        depth = max([before[t] for t in op.inputs], default=0) + (not fusible(op))
         for t in op.outputs:
             before[t] = depth
         if op.primitive == "reduce_sum" and not op.region and op.outputs[0] not in known:
@@ -143,23 +143,25 @@ def gathered_together(graph: Graph, buffers: Buffers, family: str) -> dict[int, 
 
 def _first_reads(graph: Graph, buffers: Buffers) -> dict[int, int]:
     """Tensor that is known from the step's start -> first time that the forward pass reads it, in this order."""
-    known = known_from_the_start(graph)
+    known, time = known_from_the_start(graph), buffers.time.tolist()
     first: dict[int, int] = {}
     for op in graph.ops:
         if op.phase == "forward" and op.primitive != "result" and not op.region:
             for t in op.inputs:
                 if known[t]:
-                    first.setdefault(t, int(buffers.time[op.id]))
+                    first.setdefault(t, time[op.id])
     return dict(sorted(first.items(), key=lambda item: (item[1], item[0])))
 
 
+@once_per_graph
 def known_from_the_start(graph: Graph) -> list[bool]:
     """Per tensor, whether it is an argument of the step, or computed element by element from such."""
     known = [False] * len(graph.tensors)
     for op in graph.ops:
         ready = op.primitive == "argument" or (op.inputs and all(known[t] for t in op.inputs) and fusible(op))
-        for t in op.outputs:
-            known[t] = bool(ready) and not op.region
+        if ready and not op.region:
+            for t in op.outputs:
+                known[t] = True
     return known
 
 
@@ -180,7 +182,8 @@ def _made_for_updates(graph: Graph, buffers: Buffers, *, dropped: bool = False) 
         if op.phase == "backward" and op.outputs and not op.region and only[op.outputs[0]]
         if not (fusible(op) or (dropped and _drops_dimensions(graph, op)))
     ]
-    return sorted(made, key=lambda t: (int(buffers.start[t]), t))
+    start = buffers.start.tolist()
+    return sorted(made, key=lambda t: (start[t], t))
 
 
 def _drops_dimensions(graph: Graph, op: Op) -> bool:
@@ -189,6 +192,7 @@ def _drops_dimensions(graph: Graph, op: Op) -> bool:
     return op.primitive == "reduce_sum" and len({math.prod(shape) for shape in shapes}) == 1
 
 
+@once_per_graph
 def only_updates_read(graph: Graph, *, dropped: bool = False) -> list[bool]:
     """Per tensor, whether nothing but updates and results read it, directly or through views and elementwise work.
 
@@ -199,12 +203,12 @@ def only_updates_read(graph: Graph, *, dropped: bool = False) -> list[bool]:
     only = [False] * len(graph.tensors)
     for op in reversed(graph.ops):
         ends = op.phase == "update" or op.primitive == "result"
-        passes = op.primitive in VIEWS or fusible(op) or (dropped and _drops_dimensions(graph, op))
-        passes = passes and bool(op.outputs) and all(only[t] for t in op.outputs)
+        if not ends and op.outputs and all(only[t] for t in op.outputs):
+            ends = op.primitive in VIEWS or fusible(op) or (dropped and _drops_dimensions(graph, op))
         for t in op.inputs:
             others = graph.tensors[t].consumers
             last = others[-1][0] == op.id  # reversed order: seen first
-            only[t] = (ends or passes) and (last or only[t])
+            only[t] = ends and (last or only[t])
     return only
 
 

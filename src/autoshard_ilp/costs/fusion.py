@@ -11,7 +11,7 @@ product, convolution, gather, sort, a result of the step) cannot fuse it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -47,19 +47,19 @@ DEAR_LEAVES = 1.1
 """A fused tensor is written once for several kernels when computing it reads this many times its own bytes."""
 
 
-def roots(graph: Graph) -> np.ndarray:
+def roots(graph: Graph) -> list[int]:
     """Per tensor, the tensor whose buffer a view reads.
 
     A loop writes what it carries in the place of what it started with, but never in an argument that is not donated:
     what the carry starts with is copied then.
     """
-    root = np.arange(len(graph.tensors))
+    root = list(range(len(graph.tensors)))
     donated = {argument for _, argument in graph.aliases}
     given = {t for op in graph.ops if op.primitive == "argument" and op.id not in donated for t in op.outputs}
     for op in graph.ops:
         if op.primitive not in VIEWS:
             continue
-        if op.primitive == "loop_carry" and int(root[op.inputs[0]]) in given:
+        if op.primitive == "loop_carry" and root[op.inputs[0]] in given:
             root[op.outputs[1]] = op.outputs[0]
             continue
         for position, out in enumerate(op.outputs):
@@ -69,7 +69,7 @@ def roots(graph: Graph) -> np.ndarray:
     return root
 
 
-def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = True) -> np.ndarray:
+def written_to_memory(graph: Graph, root: Sequence[int], family: str, anew: bool = True) -> np.ndarray:
     """Whether each tensor is written to memory (see the module docstring).
 
     Args:
@@ -81,8 +81,8 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
             for them than they are large, as for h100. For b200 it writes them.
     """
     readers = _readers(graph, root)
-    stored = _needs_buffer(graph, root, readers, family, anew)
     fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
+    stored = _needs_buffer(graph, root, readers, fuses, family, anew)
     if family == "gpu":
         stored |= operands_of_erfc(graph, root, stored, fuses)
         stored[[*_read_step_by_step(graph, root, fuses), *centred_for_variances(graph, fuses)]] = True
@@ -99,27 +99,28 @@ def written_to_memory(graph: Graph, root: np.ndarray, family: str, anew: bool = 
     stored = _with_dear_ones(graph, root, stored, several, family)
     stored[_chosen_by_branches(graph, root)] = True
     carries = [op for op in graph.ops if op.primitive == "loop_carry"]
-    stored[[int(root[op.outputs[0]]) for op in carries]] = True
-    stored[[int(root[op.inputs[1]]) for op in carries if _is_moved(graph, root, stored, op)]] = True
+    stored[[root[op.outputs[0]] for op in carries]] = True
+    stored[[root[op.inputs[1]] for op in carries if _is_moved(graph, root, stored, op)]] = True
     return stored
 
 
-def _chosen_by_branches(graph: Graph, root: np.ndarray) -> list[int]:
+def _chosen_by_branches(graph: Graph, root: Sequence[int]) -> list[int]:
     """What is computed before a ``cond`` for a branch to hand it on: no branch can fuse what is an operand of it."""
     found = []
     for op in graph.ops:
         for t in op.inputs if op.primitive == "branch_merge" else ():
             producer = graph.tensors[root[t]].producer
-            before = producer is not None and graph.ops[producer].region == op.region
-            if before and graph.tensors[t].shape and graph.ops[producer].primitive not in BOUNDARY:
-                found.append(int(root[t]))
+            if producer is None or graph.ops[producer].region != op.region:
+                continue
+            if graph.tensors[t].shape and graph.ops[producer].primitive not in BOUNDARY:
+                found.append(root[t])
     return found
 
 
-def _is_moved(graph: Graph, root: np.ndarray, stored: np.ndarray, carry: Op) -> bool:
+def _is_moved(graph: Graph, root: Sequence[int], stored: np.ndarray, carry: Op) -> bool:
     """Whether the next value of a carry is computed in one kernel from other elements of the last one, as a stencil
     does: it cannot be written in the last one's place then."""
-    last, following = int(root[carry.outputs[0]]), int(root[carry.inputs[1]])
+    last, following = root[carry.outputs[0]], root[carry.inputs[1]]
     reached = {(following, False)}
     left = list(reached)
     for t, moved in left:  # grows on the way
@@ -131,34 +132,34 @@ def _is_moved(graph: Graph, root: np.ndarray, stored: np.ndarray, carry: Op) -> 
             continue
         for i in op.inputs:
             elsewhere = op.primitive in MOVES or graph.tensors[i].shape != graph.tensors[op.outputs[0]].shape
-            found = int(root[i]), moved or elsewhere
+            found = root[i], moved or elsewhere
             if found not in reached:
                 reached.add(found)
                 left.append(found)
     return (last, True) in reached
 
 
-def _read_step_by_step(graph: Graph, root: np.ndarray, fuses: Sequence[bool]) -> list[int]:
+def _read_step_by_step(graph: Graph, root: Sequence[int], fuses: Sequence[bool]) -> list[int]:
     """What loops read a slice of in every iteration: it has a buffer, as all that a loop is given, although kernels
     inside could compute it."""
-    sources = {int(root[op.inputs[0]]) for op in graph.ops if op.primitive == "loop_slice"}
+    sources = {root[op.inputs[0]] for op in graph.ops if op.primitive == "loop_slice"}
     producers = {t: graph.tensors[t].producer for t in sources}
     return [t for t, producer in producers.items() if producer is not None and fuses[producer]]
 
 
 def _masks_of_metrics(
-    graph: Graph, root: np.ndarray, stored: np.ndarray, readers: Sequence[Sequence[Op]]
+    graph: Graph, root: Sequence[int], stored: np.ndarray, readers: Sequence[Sequence[Op]]
 ) -> np.ndarray:
     """Masks inside what several reductions of a metric compute anew, each for itself: Keras's ``argmax`` replaces
     negative zeros first, in the logits as large as they are, and XLA:GPU writes where these are."""
+    masks = np.zeros(len(graph.tensors), bool)
+    updates = (t for op in graph.ops if op.phase == "update" for t in op.outputs)
+    masks[[t for t in updates if graph.tensors[t].dtype == "bool"]] = True
     several = _read_by_several_kernels(graph, root, stored, readers, "gpu", computed_anew=True)
-    for op in graph.ops:
-        for t in op.outputs:
-            several[t] &= op.phase == "update" and graph.tensors[t].dtype == "bool"
-    return _last_of_chains(graph, several, readers)
+    return _last_of_chains(graph, several & masks, readers)
 
 
-def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
+def _readers(graph: Graph, root: Sequence[int]) -> list[list[Op]]:
     """Operations that read each tensor, directly or through views."""
     readers: list[list[Op]] = [[] for _ in graph.tensors]
     for op in graph.ops:
@@ -170,7 +171,7 @@ def _readers(graph: Graph, root: np.ndarray) -> list[list[Op]]:
 
 def _read_by_several_kernels(
     graph: Graph,
-    root: np.ndarray,
+    root: Sequence[int],
     stored: np.ndarray,
     readers: Sequence[Sequence[Op]],
     family: str,
@@ -179,7 +180,7 @@ def _read_by_several_kernels(
     """Fusible tensors without a buffer that end up in two or more kernels; also through others that do, where these are
     ``computed_anew`` in each of the kernels."""
     donated = written_in_place(graph, root)
-    found = np.zeros(len(graph.tensors), bool)
+    written, found = stored.tolist(), [False] * len(graph.tensors)
     sinks: list[frozenset[int]] = [frozenset()] * len(graph.tensors)  # kernels, two at most: (op id), or ~(tensor id)
     for op in reversed(graph.ops):
         if op.primitive in VIEWS:
@@ -189,13 +190,14 @@ def _read_by_several_kernels(
             for reader in readers[t]:
                 if not fusible(reader):
                     kernels.add(reader.id)
-                for out in reader.outputs if fusible(reader) else ():
-                    kernels |= {~out} if stored[out] or (found[out] and not computed_anew) else sinks[out]
+                    continue
+                for out in reader.outputs:
+                    kernels |= {~out} if written[out] or (found[out] and not computed_anew) else sinks[out]
             sinks[t] = frozenset(list(kernels)[:2])
-            # The update of a variable is one kernel of several results; metrics are reductions.
-            fused = fusible(op) and (op.phase != "update" or (family == "gpu" and any(k >= 0 for k in kernels)))
-            found[t] = len(kernels) > 1 and fused and bool(op.inputs) and t not in donated and not stored[t]
-    return found
+            if len(kernels) > 1 and op.inputs and t not in donated and not written[t]:
+                # The update of a variable is one kernel of several results; metrics are reductions.
+                found[t] = fusible(op) and (op.phase != "update" or (family == "gpu" and any(k >= 0 for k in kernels)))
+    return np.array(found, bool)
 
 
 def _last_of_chains(graph: Graph, several: np.ndarray, readers: Sequence[Sequence[Op]]) -> np.ndarray:
@@ -209,9 +211,11 @@ def _last_of_chains(graph: Graph, several: np.ndarray, readers: Sequence[Sequenc
     return found
 
 
-def _with_dear_ones(graph: Graph, root: np.ndarray, stored: np.ndarray, several: np.ndarray, family: str) -> np.ndarray:
+def _with_dear_ones(
+    graph: Graph, root: Sequence[int], stored: np.ndarray, several: np.ndarray, family: str
+) -> np.ndarray:
     """``stored``, and what several kernels need that takes a kernel more bytes to compute anew than to read."""
-    found = stored.copy()
+    found, shared = stored.tolist(), several.tolist()
     behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
     # A long function's result stands beside what it was made of: kernels read both rather than a third array.
     # A mask is a byte per element.
@@ -221,24 +225,32 @@ def _with_dear_ones(graph: Graph, root: np.ndarray, stored: np.ndarray, several:
         mine = _leaves(graph, root, found, behind, op, largest=family == "tpu")
         for t in op.outputs:
             behind[t] = mine
+            if not shared[t]:
+                continue
             own = graph.tensors[t]
             # XLA:TPU casts a weight or an input in each of the products that read it, though it reads twice the bytes.
             read = _size(graph, mine - long, own.itemsize if family == "tpu" else math.inf)
-            found[t] |= several[t] and read > DEAR_LEAVES * own.bytes
-    return found
+            found[t] |= read > DEAR_LEAVES * own.bytes
+    return np.array(found, bool)
 
 
 def _needs_buffer(
-    graph: Graph, root: np.ndarray, readers: Sequence[Sequence[Op]], family: str, again: bool
+    graph: Graph,
+    root: Sequence[int],
+    readers: Sequence[Sequence[Op]],
+    fuses: Sequence[bool],
+    family: str,
+    again: bool,
 ) -> np.ndarray:
     """Tensors that their producer or one of their readers cannot fuse, or that nobody computes twice."""
-    stored = np.zeros(len(graph.tensors), bool)
-    drawn = np.zeros(len(graph.tensors), bool)  # from random bits, inside a fusion
-    costly = np.zeros(len(graph.tensors), bool)  # from a transcendental function, inside a fusion
+    stored = [False] * len(graph.tensors)
+    drawn = [False] * len(graph.tensors)  # from random bits, inside a fusion
+    costly = [False] * len(graph.tensors)  # from a transcendental function, inside a fusion
     behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
     donated = written_in_place(graph, root)
-    fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
-    kept = long_functions_kept(graph, root, fuses, LONG) if again else frozenset(op.id for op in graph.ops)
+    kept: Collection[int] = range(len(graph.ops))
+    if family == "tpu" and again:
+        kept = long_functions_kept(graph, root, fuses, LONG)
     for op in graph.ops:
         if op.primitive in VIEWS:
             for position, out in enumerate(op.outputs):
@@ -256,31 +268,34 @@ def _needs_buffer(
                 stored[t] = True
             elif not graph.tensors[t].shape or not readers[t]:
                 stored[t] = False
+            elif not fusible(op):
+                stored[t] = True
             elif t in donated:
-                stored[t] = not fusible(op)
+                stored[t] = False
             else:
-                smaller = family == "gpu" and again and _size(graph, mine) < graph.tensors[t].bytes  # than what is kept
-                anew = (not random or family == "tpu") and (not dear or smaller)
-                stored[t] = (
-                    not fusible(op)
-                    or any(not _fuses_operand(r, family, again) for r in readers[t])
-                    or (not anew and len({r.id for r in readers[t]}) > 1)
+                anew = not random or family == "tpu"
+                if dear and anew:  # only where less is read than what is kept
+                    anew = family == "gpu" and again and _size(graph, mine) < graph.tensors[t].bytes
+                stored[t] = any(not _fuses_operand(r, family, again) for r in readers[t]) or (
+                    not anew and len({r.id for r in readers[t]}) > 1
                 )
-    return stored
+    return np.array(stored, bool)
 
 
 def _fuses_operand(op: Op, family: str, again: bool) -> bool:
     """Whether an operation may compute its operands element by element while it reads them."""
+    if fusible(op):
+        return True
     if family == "tpu" and not again and op.primitive == "dot_general" and op.params["dimension_numbers"][1][0]:
         return False  # a product of batches
     inside = {"tpu": PRODUCTS, "gpu": WINDOWS}.get(family, frozenset())
-    return fusible(op) or op.primitive.startswith(REDUCTIONS) or op.primitive in inside
+    return op.primitive.startswith(REDUCTIONS) or op.primitive in inside
 
 
 def _leaves(
     graph: Graph,
-    root: np.ndarray,
-    stored: np.ndarray,
+    root: Sequence[int],
+    stored: Sequence[bool],
     behind: Sequence[frozenset[int]],
     op: Op,
     largest: bool = False,
@@ -288,9 +303,11 @@ def _leaves(
     """Buffers that a kernel reads to compute an operation; of many, the first ones, or the largest."""
     read: set[int] = set()
     for t in op.inputs:
-        base = int(root[t])
+        base = root[t]
         if graph.tensors[base].literal is None:
             read |= {base} if stored[base] else behind[base]
+    if len(read) <= MAX_LEAVES:
+        return frozenset(read)
     order = sorted(read, key=lambda t: (-graph.tensors[t].bytes, t)) if largest else sorted(read)
     return frozenset(order[:MAX_LEAVES])
 
@@ -301,6 +318,6 @@ def _size(graph: Graph, tensors: frozenset[int], widest: float = math.inf) -> fl
     return sum(t.bytes if t.itemsize <= widest else math.prod(t.shape) * widest for t in found)
 
 
-def written_in_place(graph: Graph, root: np.ndarray) -> set[int]:
+def written_in_place(graph: Graph, root: Sequence[int]) -> set[int]:
     """Tensors that become the new value of a donated argument: they need no buffer besides the argument's."""
-    return {int(root[graph.ops[r].inputs[0]]) for r, _ in graph.aliases}
+    return {root[graph.ops[r].inputs[0]] for r, _ in graph.aliases}

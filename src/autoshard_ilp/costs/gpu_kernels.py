@@ -19,7 +19,7 @@ from autoshard_ilp.costs.primitives import REDUCTIONS, VIEWS, fusible
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
 
 
-def kernels_of_operations(graph: Graph, root: np.ndarray, stored: np.ndarray) -> list[frozenset[int]]:
+def kernels_of_operations(graph: Graph, root: Sequence[int], stored: Sequence[bool]) -> list[frozenset[int]]:
     """Per operation, the kernels that it is computed in: operation ids, or ``~t`` for what is computed for tensor t.
 
     Args:
@@ -33,7 +33,7 @@ def kernels_of_operations(graph: Graph, root: np.ndarray, stored: np.ndarray) ->
             continue
         kernels = {op.id}
         if fusible(op):
-            kernels = set[int]().union(*({~t} if stored[t] else needed[t] for t in op.outputs))
+            kernels = set().union(*[{~t} if stored[t] else needed[t] for t in op.outputs])
         found[op.id] = frozenset(kernels)
         for t in op.inputs:
             if not stored[root[t]]:
@@ -41,7 +41,7 @@ def kernels_of_operations(graph: Graph, root: np.ndarray, stored: np.ndarray) ->
     return found
 
 
-def worth_writing(graph: Graph, root: np.ndarray, stored: np.ndarray, several: np.ndarray) -> np.ndarray:
+def worth_writing(graph: Graph, root: Sequence[int], stored: np.ndarray, several: np.ndarray) -> np.ndarray:
     """Which of the tensors that several kernels need are written rather than computed in each of them.
 
     As XLA:GPU does (``priority_fusion``), what saves most is fused first: the bytes of a tensor, written once and read
@@ -52,8 +52,9 @@ def worth_writing(graph: Graph, root: np.ndarray, stored: np.ndarray, several: n
         stored: per tensor, whether it has a buffer anyway.
         several: per tensor, whether several kernels need it.
     """
-    inside = kernels_of_operations(graph, root, stored | several)
-    reads = _buffers(graph, root, stored | several, inside)
+    held = (stored | several).tolist()
+    inside = kernels_of_operations(graph, root, held)
+    reads = _buffers(graph, root, held, inside)
     readers: dict[int, set[int]] = {}  # of each buffer
     for kernel, buffers in reads.items():
         for buffer in buffers:
@@ -88,7 +89,7 @@ def worth_writing(graph: Graph, root: np.ndarray, stored: np.ndarray, several: n
     return found
 
 
-def reads_by_kernel(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple[tuple[int, ...], ...]:
+def reads_by_kernel(graph: Graph, root: Sequence[int], stored: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
     """Per operation, positions of the operands that it reads from memory, one for each kernel that reads them for it.
 
     Args:
@@ -100,8 +101,10 @@ def reads_by_kernel(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple
     seen = {(group[k], ~k) for k in group if k < 0}  # what a kernel has written it need not read
     for op in graph.ops:
         mine: list[int] = []
-        for kernel in sorted({group[k] for k in inside[op.id]}) if op.primitive not in BOUNDARY else ():
-            for position, buffer in _read(graph, root, stored, op):
+        kernels = sorted({group[k] for k in inside[op.id]}) if op.primitive not in BOUNDARY else []
+        operands = _read(graph, root, stored, op) if kernels else []
+        for kernel in kernels:
+            for position, buffer in operands:
                 if (kernel, buffer) not in seen:
                     seen.add((kernel, buffer))
                     mine.append(position)
@@ -109,20 +112,21 @@ def reads_by_kernel(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple
     return tuple(reads)
 
 
-def _read(graph: Graph, root: np.ndarray, stored: np.ndarray, op: Op) -> list[tuple[int, int]]:
+def _read(graph: Graph, root: Sequence[int], stored: Sequence[bool], op: Op) -> list[tuple[int, int]]:
     """Positions of an operation's operands that lie in memory, and their buffers."""
-    whole = ((i, int(root[t])) for i, t in enumerate(op.inputs) if graph.tensors[t].shape)
-    return [(i, buffer) for i, buffer in whole if stored[buffer]]
+    return [(i, root[t]) for i, t in enumerate(op.inputs) if stored[root[t]] and graph.tensors[t].shape]
 
 
 def _buffers(
-    graph: Graph, root: np.ndarray, stored: np.ndarray, inside: Sequence[frozenset[int]]
+    graph: Graph, root: Sequence[int], stored: Sequence[bool], inside: Sequence[frozenset[int]]
 ) -> dict[int, set[int]]:
     """Kernel -> the buffers that it reads."""
     found: dict[int, set[int]] = {}
     for op in graph.ops:
-        for kernel in inside[op.id]:
-            found.setdefault(kernel, set()).update(buffer for _, buffer in _read(graph, root, stored, op))
+        if inside[op.id]:
+            mine = [buffer for _, buffer in _read(graph, root, stored, op)]
+            for kernel in inside[op.id]:
+                found.setdefault(kernel, set()).update(mine)
     return found
 
 
@@ -133,7 +137,7 @@ def _op(graph: Graph, kernel: int) -> Op:
     return graph.ops[producer]
 
 
-def _needs(graph: Graph, root: np.ndarray, inside: Sequence[frozenset[int]]) -> dict[int, set[int]]:
+def _needs(graph: Graph, root: Sequence[int], inside: Sequence[frozenset[int]]) -> dict[int, set[int]]:
     """Kernel -> those whose results it reads, single numbers among them."""
     maker: dict[int, int] = {}  # tensor -> the kernel that writes it
     for op in graph.ops:
@@ -148,7 +152,7 @@ def _needs(graph: Graph, root: np.ndarray, inside: Sequence[frozenset[int]]) -> 
 
 
 def _merged(
-    graph: Graph, root: np.ndarray, inside: Sequence[frozenset[int]], buffers: dict[int, set[int]]
+    graph: Graph, root: Sequence[int], inside: Sequence[frozenset[int]], buffers: dict[int, set[int]]
 ) -> dict[int, int]:
     """Kernel -> the first of those that it becomes one with; ``buffers`` that each kernel reads."""
     needs = _needs(graph, root, inside)

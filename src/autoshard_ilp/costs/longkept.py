@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from autoshard_ilp.costs.primitives import REDUCTIONS, VIEWS, fusible
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
 
@@ -26,7 +24,7 @@ SMALL = 1 / 8
 
 
 def functions_of_one(
-    graph: Graph, root: np.ndarray, stored: np.ndarray, behind: Callable[[Op], Sequence[int]]
+    graph: Graph, root: Sequence[int], stored: Sequence[bool], behind: Callable[[Op], Sequence[int]]
 ) -> Iterator[tuple[int, int]]:
     """Results of long functions that are kept, each with the one array that it is a function of.
 
@@ -36,7 +34,7 @@ def functions_of_one(
         stored: per tensor, whether it has a buffer.
         behind: what an operation reads, and what lies behind that as far as it is computed inside the same kernel.
     """
-    results = {int(root[graph.ops[r].inputs[0]]) for r in graph.results}
+    results = {root[graph.ops[r].inputs[0]] for r in graph.results}
     for op in graph.ops:
         if op.primitive not in COMPUTED_AGAIN or op.region or not fusible(op) or len(op.outputs) != 1:
             continue

@@ -73,33 +73,33 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
         anew: whether long functions are computed again, and softmaxes of TPUs (:func:`written_to_memory`).
     """
     root = roots(graph)
-    stored = written_to_memory(graph, root, family, anew)
+    written = written_to_memory(graph, root, family, anew)
     if family == "tpu":
-        stored[[int(root[t]) for t in met_by_random_bits(graph)]] = True  # a barrier stands behind them
+        written[[root[t] for t in met_by_random_bits(graph)]] = True  # a barrier stands behind them
+    stored = written.tolist()  # lists: of arrays, single entries are slow to read
     time = schedule(graph, family)
-    horizon = int(time.max()) + 2 if len(time) else 1
+    horizon = max(time) + 2 if time else 1
     last_use = _last_uses(graph, root, stored, time)
     made_of: dict[int, int] = {}
     if family == "gpu" and anew:
         made_of = dict(functions_of_one(graph, root, stored, lambda op: _behind_chain(graph, root, stored, op)))
         again = [t for t, source in made_of.items() if last_use[source] >= last_use[t]]
-        stored[again] = False
+        for t in again:
+            stored[t] = False
         last_use = _last_uses(graph, root, stored, time) if again else last_use
     begins = _region_begins(graph, time)
-    start = np.zeros(len(graph.tensors), np.int64)
-    end = np.zeros(len(graph.tensors), np.int64)
+    start = [0] * len(graph.tensors)
+    end = [0] * len(graph.tensors)
     results = {graph.ops[r].inputs[0] for r in graph.results}
-    held_to_end = results | {int(root[t]) for t in results}
-    for t in graph.tensors:
-        if t.producer is None:
-            continue
-        producer = graph.ops[t.producer]
-        if producer.primitive == "argument":
-            start[t.id], end[t.id] = 0, horizon
-        else:
-            stacked = producer.primitive == "loop_stack"  # in a buffer held from the loop's start
-            start[t.id] = begins[producer.region] if stacked else time[t.producer]
-            end[t.id] = horizon if t.id in held_to_end else max(last_use[t.id], start[t.id]) + 1
+    held_to_end = results | {root[t] for t in results}
+    for op in graph.ops:
+        for t_id in op.outputs:
+            if op.primitive == "argument":
+                start[t_id], end[t_id] = 0, horizon
+            else:
+                stacked = op.primitive == "loop_stack"  # in a buffer held from the loop's start
+                start[t_id] = begins[op.region] if stacked else time[op.id]
+                end[t_id] = horizon if t_id in held_to_end else max(last_use[t_id], start[t_id]) + 1
     if family == "gpu":
         _prepared_before_what_is_read(graph, stored, time, start)
         _prepared_together(graph, start)
@@ -114,12 +114,24 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
         end[t_id] = time[op_id] + 1
     reads = reads_by_kernel(graph, root, stored) if family == "gpu" else _reads(graph, root, stored)
     beside = {g: int(time[p]) for g, p in products_beside(graph).items()} if family == "tpu" else {}
-    ends = _region_ends(graph, time)
-    return Buffers(stored, start, end, root, reads, last_use, time, horizon, begins, ends, sliced, beside)
+    return Buffers(
+        np.array(stored, bool),
+        np.array(start, np.int64),
+        np.array(end, np.int64),
+        np.array(root, np.int64),
+        reads,
+        np.array(last_use, np.int64),
+        np.array(time, np.int64),
+        horizon,
+        begins,
+        _region_ends(graph, time),
+        sliced,
+        beside,
+    )
 
 
 def _sliced_by_one_loop(
-    graph: Graph, stored: np.ndarray, end: np.ndarray, held_to_end: Container[int]
+    graph: Graph, stored: Sequence[bool], end: Sequence[int], held_to_end: Container[int]
 ) -> Iterator[tuple[int, tuple[int, int]]]:
     """Loop slices with the buffers that nothing else reads, and when these end."""
     for op in graph.ops:
@@ -128,23 +140,23 @@ def _sliced_by_one_loop(
             continue
         made = graph.ops[t.producer]
         if made.primitive not in BOUNDARY and t.id not in held_to_end:
-            yield op.id, (t.id, int(end[t.id]))
+            yield op.id, (t.id, end[t.id])
 
 
-def schedule(graph: Graph, family: str = "") -> np.ndarray:
+def schedule(graph: Graph, family: str = "") -> list[int]:
     """Time of each op: program order, with update operations as soon as their operands are known.
 
     An update is one kernel, at one moment; a ``cond`` chooses all its results at once. Where updates multiply matrices
     (Muon orthogonalises what it adds, step by step), they are left in program order, or what every step makes would be
     there at once.
     """
-    time = np.arange(len(graph.ops), dtype=np.int64)
+    time = list(range(len(graph.ops)))
     multiplied = any(op.phase == "update" and op.primitive in PRODUCTS for op in graph.ops)
     known = time.copy()
     for gradient, product in products_beside(graph).items() if family == "gpu" else ():
         waiting = [gradient]
         for op_id in waiting:  # grows on the way
-            known[op_id] = max(int(known[op_id]), product)  # whichever of the two is first
+            known[op_id] = max(known[op_id], product)  # whichever of the two is first
             readers = (graph.ops[r] for t in graph.ops[op_id].outputs for r, _ in graph.tensors[t].consumers)
             waiting += [r.id for r in readers if r.phase == "backward" and known[r.id] < product]
     for op in graph.ops:
@@ -152,8 +164,8 @@ def schedule(graph: Graph, family: str = "") -> np.ndarray:
             continue
         together = graph.regions[op.params["region"]].merges if op.primitive == "branch_merge" else (op.id,)
         producers = [graph.tensors[t].producer for other in together for t in graph.ops[other].inputs]
-        time[op.id] = known[op.id] = max((int(known[p]) for p in producers if p is not None), default=0)
-    last = 1 + max((int(time[op.id]) for op in graph.ops if op.phase == "update"), default=0)
+        time[op.id] = known[op.id] = max((known[p] for p in producers if p is not None), default=0)
+    last = 1 + max((time[op.id] for op in graph.ops if op.phase == "update"), default=0)
     for op_id in _chosen_last(graph) if family == "gpu" and not multiplied else ():
         time[op_id] = last
     for result in graph.results:
@@ -174,21 +186,22 @@ def _chosen_last(graph: Graph) -> Iterator[int]:
             yield from (op.id for op in graph.ops if op.region in region.branches)
 
 
-def _last_uses(graph: Graph, root: np.ndarray, stored: np.ndarray, time: np.ndarray) -> np.ndarray:
+def _last_uses(graph: Graph, root: Sequence[int], stored: Sequence[bool], time: Sequence[int]) -> list[int]:
     """Last time each tensor is needed, looking through views and fused operations, and to the end of loops."""
-    last = np.full(len(graph.tensors), -1, np.int64)
+    last = [-1] * len(graph.tensors)
     ends = _region_ends(graph, time)
     for op in reversed(graph.ops):
-        when = int(time[op.id])
+        when = time[op.id]
         through = op.primitive in VIEWS or (fusible(op) and op.outputs and not any(stored[t] for t in op.outputs))
         if through:
-            when = max((int(last[t]) for t in op.outputs), default=when)
+            when = max([last[t] for t in op.outputs], default=when)
         for t in op.inputs:
-            producer = graph.tensors[t].producer
             needed = when
-            if producer is not None and op.region and graph.ops[producer].region != op.region:
+            producer = graph.tensors[t].producer if op.region else None
+            if producer is not None and graph.ops[producer].region != op.region:
                 needed = max(needed, ends.get(op.region, needed))
-            last[t] = max(last[t], needed)
+            if needed > last[t]:
+                last[t] = needed
     for t in reversed(range(len(last))):
         if root[t] != t:
             last[root[t]] = max(last[root[t]], last[t])
@@ -196,7 +209,12 @@ def _last_uses(graph: Graph, root: np.ndarray, stored: np.ndarray, time: np.ndar
 
 
 def _overwritten(
-    graph: Graph, root: np.ndarray, stored: np.ndarray, last_use: np.ndarray, time: np.ndarray, family: str
+    graph: Graph,
+    root: Sequence[int],
+    stored: Sequence[bool],
+    last_use: Sequence[int],
+    time: Sequence[int],
+    family: str,
 ) -> Iterator[int]:
     """Buffers that a fused operation reads for the last time and overwrites with a result of the same size.
 
@@ -230,7 +248,7 @@ def _overwritten(
                 break
 
 
-def _transposed_for_loops(graph: Graph, root: np.ndarray) -> frozenset[int]:
+def _transposed_for_loops(graph: Graph, root: Sequence[int]) -> frozenset[int]:
     """Buffers that loops read slices of in another order of dimensions."""
     found = set()
     for op in graph.ops:
@@ -241,21 +259,21 @@ def _transposed_for_loops(graph: Graph, root: np.ndarray) -> frozenset[int]:
             if view is None or view.primitive not in VIEWS:
                 break
             if view.primitive == "transpose":
-                found.add(int(root[t]))
+                found.add(root[t])
             t = view.inputs[0]
     return frozenset(found)
 
 
-def _library_results(graph: Graph, root: np.ndarray) -> frozenset[int]:
+def _library_results(graph: Graph, root: Sequence[int]) -> frozenset[int]:
     """Results of cuDNN's and cuBLAS's calls, and what is written beside a GELU's."""
     if not leaves_triton(graph):
         return frozenset(t for op in graph.ops if op.primitive == "conv_general_dilated" for t in op.outputs)
     calls = {"conv_general_dilated", "dot_general"}
-    beside = {int(root[t]) for op in graph.ops if op.primitive == "erfc" for t in (*op.inputs, *op.outputs)}
+    beside = {root[t] for op in graph.ops if op.primitive == "erfc" for t in (*op.inputs, *op.outputs)}
     return frozenset(t for op in graph.ops if op.primitive in calls for t in op.outputs) | beside
 
 
-def _is_biased_relu(graph: Graph, root: np.ndarray, op: Op, tensor: int) -> bool:
+def _is_biased_relu(graph: Graph, root: Sequence[int], op: Op, tensor: int) -> bool:
     """Whether an operation computes ``max(tensor, 0)``, or that of ``tensor`` and a bias of one dimension."""
 
     def constant(t: int) -> bool:
@@ -267,17 +285,17 @@ def _is_biased_relu(graph: Graph, root: np.ndarray, op: Op, tensor: int) -> bool
 
     if op.primitive != "max" or not any(constant(t) for t in op.inputs):
         return False
-    for t in (int(root[i]) for i in op.inputs if not constant(i)):
+    for t in (root[i] for i in op.inputs if not constant(i)):
         producer = graph.tensors[t].producer
         added = producer is not None and graph.ops[producer].primitive in ("add", "add_any")
-        beside = [int(root[i]) for i in graph.ops[producer].inputs] if added and producer is not None else []
+        beside = [root[i] for i in graph.ops[producer].inputs] if added and producer is not None else []
         if t == tensor or (tensor in beside and all(i == tensor or bias(i) for i in beside)):
             return True
     return False
 
 
 def _reduced_beside(
-    graph: Graph, root: np.ndarray, stored: np.ndarray, behind: Sequence[int], phase: str
+    graph: Graph, root: Sequence[int], stored: Sequence[bool], behind: Sequence[int], phase: str
 ) -> frozenset[int]:
     """Tensors that reductions of the same phase read whose results are among those behind a chain.
 
@@ -289,41 +307,41 @@ def _reduced_beside(
         producer = graph.tensors[t].producer
         made = None if producer is None else graph.ops[producer]
         if made is not None and made.primitive.startswith(REDUCTIONS) and made.phase == phase:
-            mine = {*(int(root[i]) for i in made.inputs), *_behind_chain(graph, root, stored, made)}
+            mine = {*(root[i] for i in made.inputs), *_behind_chain(graph, root, stored, made)}
             reached += sorted(mine - found - set(reached))
             found |= mine
     return frozenset(found)
 
 
-def _behind_chain(graph: Graph, root: np.ndarray, stored: np.ndarray, op: Op) -> list[int]:
+def _behind_chain(graph: Graph, root: Sequence[int], stored: Sequence[bool], op: Op) -> list[int]:
     """Tensors that an operation reads, and those behind what is computed inside it."""
-    found = list(dict.fromkeys(int(root[t]) for t in op.inputs))
+    found = list(dict.fromkeys(root[t] for t in op.inputs))
     for t in found:  # grows on the way
         producer = graph.tensors[t].producer
         if stored[t] or producer is None or not fusible(graph.ops[producer]):
             continue
-        found += [r for r in (int(root[i]) for i in graph.ops[producer].inputs) if r not in found]
+        found += [r for r in (root[i] for i in graph.ops[producer].inputs) if r not in found]
     return found
 
 
-def _region_ends(graph: Graph, time: np.ndarray) -> dict[int, int]:
+def _region_ends(graph: Graph, time: Sequence[int]) -> dict[int, int]:
     ends: dict[int, int] = {}
     for op in graph.ops:
         region = op.region
         while region:
-            ends[region] = max(ends.get(region, 0), int(time[op.id]))
+            ends[region] = max(ends.get(region, 0), time[op.id])
             region = graph.regions[region].parent
     return ends
 
 
-def _region_begins(graph: Graph, time: np.ndarray) -> dict[int, int]:
+def _region_begins(graph: Graph, time: Sequence[int]) -> dict[int, int]:
     begins: dict[int, int] = {}
     for op in graph.ops:
-        begins[op.region] = min(begins.get(op.region, int(time[op.id])), int(time[op.id]))
+        begins[op.region] = min(begins.get(op.region, time[op.id]), time[op.id])
     return begins
 
 
-def _prepared_before_what_is_read(graph: Graph, stored: np.ndarray, time: np.ndarray, start: np.ndarray) -> None:
+def _prepared_before_what_is_read(graph: Graph, stored: Sequence[bool], time: Sequence[int], start: list[int]) -> None:
     """XLA:GPU puts the larger of what a loop starts with first: the zeros in all its stacks, where these are larger
     than what it takes to make what the loop reads step by step (a recurrent layer's inputs times its kernel, and that
     transposed: 150 MiB each, and ten stacks of 50, for a GRU of width 1024)."""
@@ -337,9 +355,9 @@ def _prepared_before_what_is_read(graph: Graph, stored: np.ndarray, time: np.nda
         made = [i for i in behind if graph.ops[i].primitive not in ("argument", "constant")]
         written = sum(graph.tensors[t].bytes for i in made for t in graph.ops[i].outputs if stored[t])
         if made and written < sum(graph.tensors[t].bytes for t in stacks):
-            first = min(int(time[i]) for i in made)
+            first = min(time[i] for i in made)
             for t in stacks:
-                start[t] = min(int(start[t]), first)
+                start[t] = min(start[t], first)
 
 
 def _behind(graph: Graph, tensors: Iterable[int]) -> set[int]:
@@ -353,7 +371,7 @@ def _behind(graph: Graph, tensors: Iterable[int]) -> set[int]:
     return found
 
 
-def _prepared_together(graph: Graph, start: np.ndarray) -> None:
+def _prepared_together(graph: Graph, start: list[int]) -> None:
     """XLA:GPU fills with zeros in one kernel, before the first of them is needed, what has equal shapes: the stacks of
     all loops, and what gradients of tables are added up in. Zeros for tables of other shapes wait for nothing, so it
     makes them while it waits for a collective, before the first of all. Those that the gradient of a max pooling is
@@ -366,7 +384,7 @@ def _prepared_together(graph: Graph, start: np.ndarray) -> None:
     first: dict[tuple[tuple[int, ...], str], int] = {}
     for t in filled:
         key = (t.shape, t.dtype)
-        first[key] = min(first.get(key, int(start[t.id])), int(start[t.id]))
+        first[key] = min(first.get(key, start[t.id]), start[t.id])
     of_tables = {op.outputs[0] for op in graph.ops if _adds_to_zeros(graph, op)}
     early = min((first[t.shape, t.dtype] for t in filled if t.id in of_tables), default=0)
     for t in filled:
@@ -386,7 +404,7 @@ def _adds_to_zeros(graph: Graph, op: Op) -> bool:
     return producer is not None and graph.ops[producer].primitive == "constant"
 
 
-def _reads(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple[tuple[int, ...], ...]:
+def _reads(graph: Graph, root: Sequence[int], stored: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
     """Operands read from memory: all of an unfusible operation's; of fused ones, each buffer once per phase."""
     seen: set[tuple[int, str]] = set()
     reads: list[tuple[int, ...]] = []
@@ -398,7 +416,7 @@ def _reads(graph: Graph, root: np.ndarray, stored: np.ndarray) -> tuple[tuple[in
         for i, t in enumerate(op.inputs):
             if t in op.inputs[:i]:
                 continue
-            key = (int(root[t]), op.phase)
+            key = (root[t], op.phase)
             if not stored[root[t]] or not graph.tensors[t].shape:
                 continue
             if not fusible(op):

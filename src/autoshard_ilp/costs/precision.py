@@ -104,8 +104,9 @@ def _batched_indices(graph: Graph) -> Iterator[tuple[int, float]]:
     """
     found: dict[int, float] = {}
     for op in graph.ops:
-        batch = getattr(op.params.get("dimension_numbers"), "operand_batching_dims", ())
-        if not batch or not op.primitive.startswith(("gather", "scatter")):
+        if not op.primitive.startswith(("gather", "scatter")):
+            continue
+        if not (batch := getattr(op.params.get("dimension_numbers"), "operand_batching_dims", ())):
             continue
         indices = op.inputs[1]
         source = graph.behind(indices, INDEX_VIEWS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from autoshard_ilp.graph import Op
 
 VIEWS = frozenset(
@@ -59,4 +61,9 @@ REDUCTIONS = ("reduce_", "argm")
 
 def fusible(op: Op) -> bool:
     """Whether XLA may compute the operation inside its consumer."""
-    return op.primitive not in UNFUSIBLE and not op.primitive.startswith(REDUCTIONS)
+    return _fusible(op.primitive)
+
+
+@cache
+def _fusible(primitive: str) -> bool:
+    return primitive not in UNFUSIBLE and not primitive.startswith(REDUCTIONS)

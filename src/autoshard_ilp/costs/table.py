@@ -7,6 +7,7 @@ seconds, compute and communication apart, and prices resharding between every pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -125,7 +126,7 @@ class CostTable:
     def least_bytes(self) -> int:
         """Tensors smaller than this, whole, are left out of the memory account: a kilobyte, or of a program of small
         tensors a thousandth of the largest."""
-        largest = max((int(np.prod(t.shape)) * t.itemsize for t in self.graph.tensors), default=0)
+        largest = max((math.prod(t.shape) * t.itemsize for t in self.graph.tensors), default=0)
         return int(min(SMALL_BYTES, largest // 1000))
 
 
@@ -149,12 +150,12 @@ def build_table(
     """
     class_of = facts.classes(first_share)
     members: dict[int, list[int]] = {}
-    for op_id, c in enumerate(class_of):
-        members.setdefault(int(c), []).append(op_id)
+    for op_id, c in enumerate(class_of.tolist()):
+        members.setdefault(c, []).append(op_id)
     alike = facts.classes(0.0) if first_share else class_of
     tied: dict[int, list[int]] = {}  # what a step pays does not depend on how its layers are divided
-    for op_id, c in enumerate(alike):
-        tied.setdefault(int(c), []).append(op_id)
+    for op_id, c in enumerate(alike.tolist()):
+        tied.setdefault(c, []).append(op_id)
     shares = {c: facts.shares.of_reductions(facts.graph, own) for c, own in tied.items()}
     prices = Prices.of(axis_sizes, collectives) if prices is None else prices
     fixed = (axis_sizes, collectives, restriction, prices.classes)
@@ -270,24 +271,26 @@ def _flows(
     graph: Graph, class_of: np.ndarray, alike: np.ndarray, classes: Sequence[OpClass], shares: Shares
 ) -> tuple[Flow, ...]:
     uses: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
+    class_numbers = class_of.tolist()
     for op in graph.ops:
-        v = int(class_of[op.id])
+        v = class_numbers[op.id]
         known: dict[tuple[int, bytes], int] = {}
+        twice = len(set(op.inputs)) < len(op.inputs) and op.primitive != "result"
         for i, t in enumerate(op.inputs):
-            producer = graph.tensors[t].producer
-            if producer is None or not graph.tensors[t].shape:
+            tensor = graph.tensors[t]
+            if tensor.producer is None or not tensor.shape:
                 continue
-            if op.primitive != "result":
+            if twice:
                 # One tensor read twice in the same layout is one copy; in two layouts it is two.
                 same = (t, classes[v].operands[i].of_strategy.tobytes())
                 if same in known and classes[v].operands[known[same]].layouts == classes[v].operands[i].layouts:
                     continue
                 known[same] = i
-            key = (int(class_of[producer]), graph.tensors[t].result_index, v, -1 if op.primitive == "result" else i)
+            key = (class_numbers[tensor.producer], tensor.result_index, v, -1 if op.primitive == "result" else i)
             uses.setdefault(key, []).append((op.id, i))
         first = op.params.get("first") if op.primitive == "hub" else None
         if first is not None:
-            uses.setdefault((int(class_of[first]), 0, v, REUSE), []).append((op.id, 0))
+            uses.setdefault((class_numbers[first], 0, v, REUSE), []).append((op.id, 0))
 
     def kind(key: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
         u, j, v, i = key

@@ -87,7 +87,7 @@ def packed_bytes(local: Sequence[int]) -> int:
 
 def padded_for_several(
     graph: Graph,
-    root: np.ndarray,
+    root: Sequence[int],
     stored: np.ndarray,
     several: np.ndarray,
     readers: Sequence[Sequence[Op]],
@@ -147,7 +147,7 @@ def _pads(op: Op) -> bool:
     return op.primitive == "conv_general_dilated" and all(op.params[name] == 1 for name in groups)
 
 
-def operands_of_erfc(graph: Graph, root: np.ndarray, stored: np.ndarray, fuses: Sequence[bool]) -> np.ndarray:
+def operands_of_erfc(graph: Graph, root: Sequence[int], stored: np.ndarray, fuses: Sequence[bool]) -> np.ndarray:
     """Operands of ``erfc``, the error function of exact GELUs, behind products of merged dimensions.
 
     A product runs on two dimensions, so what has more is reshaped after it. XLA:GPU moves the reshape down to where the
@@ -159,6 +159,8 @@ def operands_of_erfc(graph: Graph, root: np.ndarray, stored: np.ndarray, fuses: 
         root, stored, fuses: as for :func:`padded_for_several`.
     """
     found, reshaped = np.zeros(len(graph.tensors), bool), np.zeros(len(graph.tensors), bool)
+    if not any(op.primitive == "erfc" for op in graph.ops):
+        return found
     for op in graph.ops:
         merged = op.primitive == "dot_general" and _merges(graph, op)
         inside = fuses[op.id] and any(reshaped[root[t]] for t in op.inputs)
@@ -166,14 +168,14 @@ def operands_of_erfc(graph: Graph, root: np.ndarray, stored: np.ndarray, fuses: 
             reshaped[t] = merged or inside
         if op.primitive != "erfc":
             continue
-        t = int(root[op.inputs[0]])
+        t = root[op.inputs[0]]
         short = graph.tensors[t].itemsize == SHORT_FLOAT_BYTES
         found[t] = short and reshaped[t] and not stored[t]
     return found
 
 
 def long_functions_kept(
-    graph: Graph, root: np.ndarray, fuses: Sequence[bool], primitives: Collection[str]
+    graph: Graph, root: Sequence[int], fuses: Sequence[bool], primitives: Collection[str]
 ) -> frozenset[int]:
     """Operations whose result XLA:TPU writes beside their operand, for the backward pass: long functions of 16 bits.
 
