@@ -37,9 +37,10 @@ def written(graph: Graph, family: str) -> bool:
 @pytest.mark.parametrize(
     ("shape", "axes", "expected"),
     [
-        pytest.param((8, 16, 16, 128), (1, 2), True, id="places of each image"),
-        pytest.param((8, 16, 16, 128, 1), (1, 2, 4), True, id="groups of one channel"),
-        pytest.param((8, 16, 16, 128), (0, 1, 2), False, id="a batch of images"),
+        pytest.param((8, 32, 32, 128), (1, 2), True, id="places of each image"),
+        pytest.param((8, 32, 32, 128, 1), (1, 2, 4), True, id="groups of one channel"),
+        pytest.param((8, 16, 16, 128), (1, 2), False, id="few places"),
+        pytest.param((8, 32, 32, 128), (0, 1, 2), False, id="a batch of images"),
         pytest.param((4096, 1536), (0,), True, id="a batch of many features"),
         pytest.param((4096, 1024), (0,), False, id="a batch of features"),
         pytest.param((16, 4096), (0,), False, id="a small batch"),
@@ -53,7 +54,7 @@ def test_what_an_average_is_taken_from_is_written(shape: Any, axes: Any, expecte
 
 
 def test_without_a_backward_pass_nothing_is_kept() -> None:
-    assert not written(graph_of((8, 16, 16, 128), (1, 2), gradient=False), "gpu")
+    assert not written(graph_of((8, 32, 32, 128), (1, 2), gradient=False), "gpu")
 
 
 def normalised() -> Any:

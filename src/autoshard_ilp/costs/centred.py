@@ -19,8 +19,11 @@ from autoshard_ilp.graph import Graph, Op
 SQUARES = frozenset({"square", "mul", "integer_pow", "abs", "convert_element_type"})
 """What is computed of the difference before it is summed up."""
 
+ROWS = 256
+"""Places of an image whose sums are computed with the squares; more are not (256 and 1024 were compiled)."""
+
 COLUMNS = 1024
-"""Sums of rows that are computed with the squares; more are not (1024 and 1536 columns were compiled)."""
+"""The same for the columns of a matrix whose rows are summed up (1024 and 1536 were compiled)."""
 
 
 def centred_for_variances(graph: Graph, fuses: Sequence[bool]) -> Iterator[int]:
@@ -73,4 +76,4 @@ def _apart(shape: tuple[int, ...], reduction: Op) -> bool:
         return False
     columns = math.prod(shape[d] for d in long if d not in summed)
     rows = math.prod(shape[d] for d in long if d in summed)
-    return (len(long) > 2 and long[0] not in summed and rows > 1) or min(columns, rows) > COLUMNS
+    return (long[0] not in summed and rows > ROWS) or min(columns, rows) > COLUMNS
