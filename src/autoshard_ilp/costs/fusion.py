@@ -17,6 +17,7 @@ import numpy as np
 
 from autoshard_ilp.costs.centred import centred_for_variances
 from autoshard_ilp.costs.gpu_kernels import worth_writing
+from autoshard_ilp.costs.pooled import kept_beside_reductions
 from autoshard_ilp.costs.primitives import (
     LONG,
     PRODUCTS,
@@ -85,7 +86,9 @@ def written_to_memory(graph: Graph, root: Sequence[int], family: str, anew: bool
     stored = _needs_buffer(graph, root, readers, fuses, family, anew)
     if family == "gpu":
         stored |= operands_of_erfc(graph, root, stored, fuses)
-        stored[[*_read_step_by_step(graph, root, fuses), *centred_for_variances(graph, fuses)]] = True
+        centred = frozenset(centred_for_variances(graph, fuses))
+        beside = kept_beside_reductions(graph, centred)
+        stored[[*_read_step_by_step(graph, root, fuses), *centred, *beside]] = True
     several = _read_by_several_kernels(graph, root, stored, readers, family)
     if family == "gpu":
         stored = worth_writing(graph, root, stored, _last_of_chains(graph, several, readers))
