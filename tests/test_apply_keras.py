@@ -26,7 +26,7 @@ def _trained(case, batches, plan=None):
     return model, history
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("llama", marks=pytest.mark.slow)])
 def test_training_under_a_plan_equals_one_device(name):
     case = ZOO[name]
     rng = np.random.default_rng(0)

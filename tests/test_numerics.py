@@ -137,7 +137,9 @@ def test_every_model_trains_as_without_a_plan(name: str, mesh: dict[str, int]) -
     assert_same_training(plan, batch)
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("mlp", THREE), ("resnet", TWO), ("llama", ONE)])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("mlp", THREE), ("resnet", TWO), pytest.param("llama", ONE, marks=pytest.mark.slow)]
+)
 def test_predictions_are_those_of_the_unplanned_model(name: str, mesh: dict[str, int]) -> None:
     batch = ZOO[name].make_batch(np.random.default_rng(0))[:1]
     plan = plan_of(ZOO[name].build, mesh, batch, mode="predict")

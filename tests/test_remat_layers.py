@@ -60,6 +60,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_a_model_that_nearly_fits_recomputes_some_layers_and_the_first_ones() -> None:
     kept = autoshard.optimize(residual, MESH, remat="never", **OPTIONS)
     assert kept.remat == () and kept.remat_policy == "never"

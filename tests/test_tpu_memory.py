@@ -202,7 +202,7 @@ def scanned(x: Any, w: Any, v: Any) -> Any:
 
 
 @needs_tpu
-@pytest.mark.parametrize("batch", [16384, 65536])
+@pytest.mark.parametrize("batch", [16384, pytest.param(65536, marks=pytest.mark.slow)])
 def test_what_a_loop_stacks_up_has_no_buffer_of_its_own(batch: int) -> None:
     """Activations of four layers are written straight into their stacks, and passed on in vector memory."""
     import jax
@@ -304,6 +304,7 @@ def test_stacks_that_are_computed_for_loops_that_cast_them_are_held_as_these_rea
 
 @needs_tpu
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_the_tpu_compiler_casts_stacks_before_the_loop() -> None:
     import jax
 

@@ -1,4 +1,4 @@
-"""What XLA:GPU holds while it computes one of two products beside a collective for the other.
+"""What is held while one of two products is computed beside the other, or beside a collective for it.
 
 A layer's backward pass has two products of one cotangent: the gradient of its weight, which the program names first,
 and the cotangent of its input. XLA:GPU (its latency-hiding scheduler) computes one while what the other is reduced over
@@ -12,6 +12,10 @@ devices:
   reduction: the unreduced gradient is still there then. The cotangent's own reduction begins when the other has ended.
 
 Either way the variable's new value is computed when both products are.
+
+XLA:TPU computes the cotangent first, too, where the gradient and the update are one kernel. What is gathered for the
+gradient is held meanwhile (:attr:`autoshard_ilp.costs.memory.Buffers.beside`; two layers of OPT on v5e 2x4 under a
+budget: 1.26 of the predicted peak without).
 """
 
 from __future__ import annotations

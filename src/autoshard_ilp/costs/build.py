@@ -370,8 +370,8 @@ class _CopyLifetimes:
         self.stored = table.buffers.stored.tolist()
 
     def of(self, op: Op, reused: bool) -> tuple[int, int]:
-        """A hub's copy lives until its last consumer; a reused one from the forward pass on; others for their
-        operation.
+        """A hub's copy lives until its last consumer is done, and the product beside that; a reused one from the
+        forward pass on; others for their operation.
 
         What a loop slices is there until the loop ends. A result in another layout than its producer's stays to the
         end.
