@@ -113,7 +113,7 @@ def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
     for op_id, (t_id, _) in sliced.items():
         end[t_id] = time[op_id] + 1
     reads = reads_by_kernel(graph, root, stored) if family == "gpu" else _reads(graph, root, stored)
-    beside = {g: int(time[p]) for g, p in products_beside(graph).items()} if family == "tpu" else {}
+    beside = {g: time[p] for g, p in products_beside(graph).items()} if family == "tpu" else {}
     return Buffers(
         np.array(stored, bool),
         np.array(start, np.int64),

@@ -13,10 +13,8 @@ import math
 from collections.abc import Collection, Iterator
 
 from autoshard_ilp.costs.centred import ROWS
+from autoshard_ilp.costs.precision import WIDE_BYTES
 from autoshard_ilp.graph import Graph, Op
-
-WIDE = 4
-"""Bytes of the numbers that differences from averages are written in."""
 
 PLACES = 1024
 """Places of an image up to which a ReLU that is averaged is computed anew (1024 and 4096 were compiled) ..."""
@@ -40,7 +38,7 @@ def kept_beside_reductions(graph: Graph, centred: Collection[int]) -> Iterator[i
         written = any(t in centred for r in others for t in r.outputs)
         least = ROWS if written else PLACES  # ... but not where its squares are summed up as well
         reduced = any(_over_places(graph, r, least) for r in readers)
-        if reduced and others and not (written and graph.tensors[result].itemsize >= WIDE):
+        if reduced and others and not (written and graph.tensors[result].itemsize >= WIDE_BYTES):
             yield result
 
 

@@ -41,7 +41,10 @@ CHECK = 10
 STEADY = 1e-7
 """... whether the bound has risen by this part of it; else that is all."""
 
-ENOUGH = 1e-8, 5e-7
+HARDLY = 1e-6
+"""Relative gap from which on a bound is the answer: no price has so many digits."""
+
+ENOUGH = 1e-8, HARDLY / 2
 """Of the cost: how far the minima of all layers, and of the surroundings, may be from what is proved of them."""
 
 REST_TIMES, REST_SECONDS = 3.0, 5.0

@@ -15,7 +15,7 @@ import numpy as np
 
 from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
-from autoshard_ilp.program.chain import chain_bound
+from autoshard_ilp.program.chain import HARDLY, chain_bound
 from autoshard_ilp.program.compiled import load_kernels
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.net import EmptyNodeError, Net
@@ -54,11 +54,9 @@ STALL = 1e-5
 BOUND_PART = 0.5
 """Of the time: what the bound of the chain may take of a program that is solved after it."""
 
-HARDLY = 1e-6
-"""Relative gap from which on the bound of the chain is the answer: no price has so many digits. A program of ..."""
-
 MANY_NODES = 15_000
-"""... no more nodes than this is solved nevertheless, which takes little."""
+"""A program of more nodes is not solved where the bound of the chain leaves less than ``HARDLY``; a smaller one is,
+which takes little."""
 
 
 def solve_repeated(
