@@ -25,6 +25,8 @@ from autoshard_ilp import files
 from autoshard_ilp.checkpoint import storage
 from profiles_for_tests import toy
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 pytest.importorskip("orbax.checkpoint")
 
 MESHES = {"a": {"data": 2, "model": 4}, "b": {"x": 4, "y": 2}}

@@ -15,6 +15,8 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.rewrites import rewrite
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 INDEXED = ("gather", "scatter-add")
 MODES = (None, "clip", "fill", "promise_in_bounds")
 

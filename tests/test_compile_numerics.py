@@ -18,7 +18,10 @@ from keras import layers, losses, metrics, optimizers
 import layer_cases as lc
 from layer_cases import BATCH, assert_same_numbers
 
-pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # of Keras's metrics, always
+pytestmark = [
+    pytest.mark.usefixtures("quick_code"),
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64"),  # of Keras's metrics, always
+]
 MESH = {"data": 2, "model": 4}
 FEATURES, CLASSES, STEPS = 16, 8, 3
 RNG = np.random.default_rng(3)

@@ -13,6 +13,8 @@ from keras import layers
 
 from keras_cases import BATCH, assert_close, features, plan_for, seeded
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 
 def normalised(seed: int = 0) -> keras.Model:
     """A classifier whose statistics are of other data for every seed."""

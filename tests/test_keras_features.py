@@ -30,6 +30,8 @@ from keras_cases import (
     values,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 X, Y = features()
 
 

@@ -17,6 +17,8 @@ from autoshard_ilp.calling import keeps_meaning
 from keras_cases import BATCH, MESH, assert_close, assert_on_plan, features, fitted, mlp, plan_for, seeded, values
 from profiles_for_tests import toy
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 KINDS: dict[str, Any] = {
     "dense": (mlp, features),
     "einsum and normalisations": (cases.normalised, features),

@@ -17,6 +17,8 @@ import keras_cases as cases
 from autoshard_ilp import keras_integration as ki
 from keras_cases import BATCH, CLASSES, assert_close, assert_on_plan, features, fitted, mlp, plan_for, seeded, values
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 X, Y = features()
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

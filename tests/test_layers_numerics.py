@@ -15,6 +15,8 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.keras_integration import runs_eagerly
 from layer_cases import BATCH, CASES, NOT_IN_A_MODEL, assert_same_numbers, plan_of
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 MESHES = {"2x4": {"data": 2, "model": 4}, "3x2": {"x": 3, "y": 2}}
 QUICK = ("Embedding",)
 

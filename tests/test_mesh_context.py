@@ -12,6 +12,8 @@ import autoshard_ilp as autoshard
 from keras_cases import assert_close, features, fitted, is_sharded, mlp, plan_for, seeded
 from profiles_for_tests import toy
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 X, Y = features(16)
 
 

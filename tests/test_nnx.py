@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 import autoshard_ilp as autoshard
 from dear_compute import dear_compute
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 nnx = pytest.importorskip("flax.nnx")
 optax = pytest.importorskip("optax")
 

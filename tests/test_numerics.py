@@ -29,6 +29,8 @@ from autoshard_ilp.placement import decisions
 from profiles_for_tests import toy
 from zoo import ZOO
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 ONE, TWO, THREE = {"data": 8}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2}
 MESH_OF = {
     "mlp_loss_scaling": THREE,

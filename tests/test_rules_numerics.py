@@ -25,6 +25,8 @@ from jax.sharding import PartitionSpec as P
 from autoshard_ilp.rules import Dims, Kind, Rule, rule_for, run_locally, runs_locally
 from rule_cases import CASES, ELEMENTWISE, Call, Case, find_call
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 MESH = {"x": 2, "y": 2}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from autoshard_ilp.program.ahead import STAGES, wait_for
+from autoshard_ilp.program.alone import alone
 from autoshard_ilp.program.bounds import Messages
 from autoshard_ilp.program.loading import load
 from autoshard_ilp.program.net import Factor, Net
@@ -41,21 +42,23 @@ def compile_all() -> Iterator[str]:
 @functools.cache
 def _load_kernels() -> None:
     wait_for("kernels")
-    for rows in (0, 1):
-        net = _two_nodes(rows)
-        dominated(net, 0)
-        Presolve(net.copy()).run()
-        messages = Messages(net)
-        messages.sweep(1.0)
-        messages.improve(messages.decode())
-        messages.totals()
+    with alone():
+        for rows in (0, 1):
+            net = _two_nodes(rows)
+            dominated(net, 0)
+            Presolve(net.copy()).run()
+            messages = Messages(net)
+            messages.sweep(1.0)
+            messages.improve(messages.decode())
+            messages.totals()
 
 
 @functools.cache
 def _load_windows() -> None:
     wait_for("windows")
-    for net, capacity, limit in ((_two_nodes(1), 2, 10.0), (_many_plans(), 10, 20.0)):
-        Window(net, capacity, [np.ones(1)]).solve(limit, math.inf)
+    with alone():
+        for net, capacity, limit in ((_two_nodes(1), 2, 10.0), (_many_plans(), 10, 20.0)):
+            Window(net, capacity, [np.ones(1)]).solve(limit, math.inf)
 
 
 def _two_nodes(rows: int) -> Net:

@@ -1,0 +1,44 @@
+"""One process at a time compiles kernels: what Numba keeps in files is not made for two that write at once.
+
+Numba numbers the files of a kernel's signatures, and two processes that compile different signatures of one kernel can
+give them the same number; the next to read them calls code made for other arrays, and crashes
+(https://github.com/numba/numba/issues/4807). Who waits finds everything compiled, and reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+from autoshard_ilp.program.kernels import descend
+
+PATIENCE_SECONDS = 120.0
+"""Longest wait for another process, which has 25 s of work at most: one that hangs must not stop a plan."""
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """The time in which kernels are compiled or read: no other process of this cache does so meanwhile.
+
+    Where there is no cache, or no locks for its files, there is nothing to wait for.
+    """
+    folder = cache_folder()
+    if folder is None:
+        yield
+        return
+    lock = FileLock(folder / "autoshard_ilp.lock", timeout=PATIENCE_SECONDS)
+    with contextlib.suppress(OSError, NotImplementedError):  # TimeoutError is one of the former
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()  # does nothing where it is not held
+
+
+def cache_folder() -> Path | None:
+    """Where Numba keeps the compiled kernels; None where it is switched off."""
+    stats = getattr(descend, "stats", None)
+    return Path(stats.cache_path) if stats is not None and stats.cache_path else None
