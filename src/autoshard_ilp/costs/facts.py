@@ -28,6 +28,7 @@ class Facts:
     Attributes:
         restriction_key: tells apart ops that pins treat differently.
         fold_layers: tie repeated layers to one decision.
+        devices: of the mesh.
     """
 
     graph: Graph
@@ -40,6 +41,7 @@ class Facts:
     shares: Shares
     restriction_key: Callable[[Op], Any]
     fold_layers: bool
+    devices: int
 
     @staticmethod
     def of(
@@ -48,10 +50,11 @@ class Facts:
         profile: Any,
         restriction_key: Callable[[Op], Any] = lambda op: None,
         fold_layers: bool = True,
+        devices: int = 1,
     ) -> Facts:
-        """Everything about a graph under a profile."""
+        """Everything about a graph under a profile, on so many devices."""
         family = getattr(profile, "family", "")
-        buffers = analyse(graph, family, getattr(profile, "fused_kernels", "more") == "more")
+        buffers = analyse(graph, family, getattr(profile, "fused_kernels", "more") == "more", devices)
         kinds, rules = _rules(graph, rule_of)
         return Facts(
             graph,
@@ -64,6 +67,7 @@ class Facts:
             shares(graph, buffers, family),
             restriction_key,
             fold_layers,
+            devices,
         )
 
     def told_apart(self, restriction_key: Callable[[Op], Any], fold_layers: bool) -> Facts:

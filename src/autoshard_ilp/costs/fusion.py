@@ -70,7 +70,9 @@ def roots(graph: Graph) -> list[int]:
     return root
 
 
-def written_to_memory(graph: Graph, root: Sequence[int], family: str, anew: bool = True) -> np.ndarray:
+def written_to_memory(
+    graph: Graph, root: Sequence[int], family: str, anew: bool = True, devices: int = 1
+) -> np.ndarray:
     """Whether each tensor is written to memory (see the module docstring).
 
     Args:
@@ -80,6 +82,7 @@ def written_to_memory(graph: Graph, root: Sequence[int], family: str, anew: bool
         anew: whether XLA:TPU computes softmaxes in the products of attention, and long functions in the backward pass
             again, as for v5e. For v5p it writes them. Whether XLA:GPU computes long functions again where less is read
             for them than they are large, as for h100. For b200 it writes them.
+        devices: among which the batch is divided.
     """
     readers = _readers(graph, root)
     fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
@@ -87,7 +90,7 @@ def written_to_memory(graph: Graph, root: Sequence[int], family: str, anew: bool
     if family == "gpu":
         stored |= operands_of_erfc(graph, root, stored, fuses)
         centred = frozenset(centred_for_variances(graph, fuses))
-        beside = kept_beside_reductions(graph, centred)
+        beside = kept_beside_reductions(graph, centred, fuses, devices)
         stored[[*_read_step_by_step(graph, root, fuses), *centred, *beside]] = True
     several = _read_by_several_kernels(graph, root, stored, readers, family)
     if family == "gpu":

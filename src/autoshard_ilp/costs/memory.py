@@ -65,15 +65,16 @@ def is_computed_inside(op: Op, tensor: int, buffers: Buffers) -> bool:
     return not free and fusible(op) and not buffers.stored[tensor]
 
 
-def analyse(graph: Graph, family: str = "", anew: bool = True) -> Buffers:
+def analyse(graph: Graph, family: str = "", anew: bool = True, devices: int = 1) -> Buffers:
     """Finds the buffers of a graph.
 
     Args:
         family: of the hardware, "tpu", "gpu" or "cpu": their compilers fuse differently.
         anew: whether long functions are computed again, and softmaxes of TPUs (:func:`written_to_memory`).
+        devices: among which the batch is divided.
     """
     root = roots(graph)
-    written = written_to_memory(graph, root, family, anew)
+    written = written_to_memory(graph, root, family, anew, devices)
     if family == "tpu":
         written[[root[t] for t in met_by_random_bits(graph)]] = True  # a barrier stands behind them
     stored = written.tolist()  # lists: of arrays, single entries are slow to read

@@ -1,59 +1,104 @@
-"""What XLA:GPU writes beside a reduction of it: a ReLU that is also averaged over the places of an image.
+"""What XLA:GPU writes beside a reduction of it: an array that is also averaged over the places of an image.
 
-A ReLU is computed anew by each kernel that reads it, from what the convolution before it wrote. But one that sums it up
-over the places of each image (a squeeze-and-excitation block, a group normalisation) reads all of it anyway, and writes
-it as a second result for the others: convolution and ReLU are then both kept. (Three such blocks of 64 channels on 8
-H100s: 95 MB where 70 were predicted, 4 arrays of 8 MB.) Not where the array less its averages is written, in as many
-bits (:mod:`autoshard_ilp.costs.centred`): that stands for it.
+What is computed of a convolution element by element (a ReLU, a normalisation with known averages) is computed anew by
+each kernel that reads it. But one that sums it up over the places of each image (a squeeze-and-excitation block, a
+group normalisation) has few threads where images and channels are few, so XLA writes the array with another kernel, and
+everyone reads that. (Three such blocks of 64 channels on 8 H100s, 8 images each: 95 MB where 70 were predicted, 4
+arrays of 8 MB.) Not where the array less its averages is written, in as many bits (:mod:`autoshard_ilp.costs.centred`):
+that stands for it. An average in 32 bits reads what was rounded to 16 before it was, and that is written.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from autoshard_ilp.costs.centred import ROWS
 from autoshard_ilp.costs.precision import WIDE_BYTES
 from autoshard_ilp.graph import Graph, Op
 
 PLACES = 1024
-"""Places of an image up to which a ReLU that is averaged is computed anew (1024 and 4096 were compiled) ..."""
+"""Places of an image up to which a ReLU that is averaged is computed anew (1024 and 1600 were compiled) ..."""
+
+MOST_PLACES = 4096
+"""... and from which on they are added up in two steps, of which the first computes it (4096 and 6400)."""
+
+SUMS = 1536
+"""Images of a device times channels above which there are threads enough for the ReLU of a convolution (1536 and 2048
+were compiled) ..."""
+
+SUMS_OF_MORE = 2048
+"""... and for what is dearer to compute: normalisations, leaky ReLUs (of 2048 0.7 to 1 of the arrays are written)."""
+
+CONVOLUTION = "conv_general_dilated"
+REDUCTIONS = frozenset({"reduce_sum", "reduce_max"})
 
 
-def kept_beside_reductions(graph: Graph, centred: Collection[int]) -> Iterator[int]:
-    """Results of ReLUs that a reduction over the places of each image writes for those that read them as well.
+def kept_beside_reductions(
+    graph: Graph, centred: Collection[int], fuses: Sequence[bool], devices: int = 1
+) -> Iterator[int]:
+    """Arrays that are reduced over the places of each image, and written for those that read them as well.
 
     Args:
         graph: of the step.
         centred: arrays less their averages that are written.
+        fuses: per operation, whether it is computed element by element inside other kernels.
+        devices: among which the images of a batch are divided.
     """
     for op in graph.ops:
-        if op.primitive != "max" or op.phase != "forward" or op.region:
+        if op.phase != "forward" or op.region or not fuses[op.id] or len(op.outputs) != 1:
             continue
         (result,) = op.outputs
-        if all(graph.tensors[t].shape == graph.tensors[result].shape for t in op.inputs):
-            continue  # of two arrays
+        shape = graph.tensors[result].shape
+        if op.primitive in ("convert_element_type", "hub") or len(shape) < 3 or _with_convolution(graph, op):
+            continue
         readers = list(_readers(graph, result))
-        others = [r for r in readers if r.primitive != "reduce_sum"]
+        others = [r for r in readers if r.primitive not in REDUCTIONS]
+        if not others:
+            continue
         written = any(t in centred for r in others for t in r.outputs)
-        least = ROWS if written else PLACES  # ... but not where its squares are summed up as well
-        reduced = any(_over_places(graph, r, least) for r in readers)
-        if reduced and others and not (written and graph.tensors[result].itemsize >= WIDE_BYTES):
+        if written and graph.tensors[result].itemsize >= WIDE_BYTES:
+            continue
+        cut = _cuts_off(graph, op)
+        least = ROWS if written else PLACES if cut else PLACES - 1  # not where its squares are summed up as well
+        most = SUMS if cut else SUMS_OF_MORE
+        if any(_over_places(graph, r, least, most * devices) for r in readers):
             yield result
 
 
+def _cuts_off(graph: Graph, op: Op) -> bool:
+    """Whether an operation is a ReLU of a convolution: the larger one of its result and a number."""
+    if op.primitive != "max":
+        return False
+    return any(m.primitive == CONVOLUTION or _with_convolution(graph, m) for m in _makers(graph, op))
+
+
+def _with_convolution(graph: Graph, op: Op) -> bool:
+    """Whether cuDNN computes it with the convolution before it: a bias, or another array, is added to its result."""
+    return op.primitive == "add" and any(m.primitive == CONVOLUTION for m in _makers(graph, op))
+
+
+def _makers(graph: Graph, op: Op) -> Iterator[Op]:
+    """What computes the operands."""
+    made = (graph.tensors[graph.behind(t, ("hub",))].producer for t in op.inputs)
+    return (graph.ops[m] for m in made if m is not None)
+
+
 def _readers(graph: Graph, tensor: int) -> Iterator[Op]:
-    """What reads an array, or its cast."""
+    """What reads an array, or casts of it."""
     for reader in graph.readers(tensor):
         if reader.primitive == "convert_element_type":
-            yield from graph.readers(reader.outputs[0])
+            yield from _readers(graph, reader.outputs[0])
         else:
             yield reader
 
 
-def _over_places(graph: Graph, op: Op, least: int) -> bool:
-    """Whether an operation sums up more than so many places of each image, between its first and last dimension."""
-    if op.primitive != "reduce_sum":
+def _over_places(graph: Graph, op: Op, least: int, sums: int) -> bool:
+    """Whether an operation reduces more than so many places of each image, between its first and last dimension."""
+    if op.primitive not in REDUCTIONS:
         return False
     shape, axes = graph.tensors[op.inputs[0]].shape, op.params["axes"]
-    return 0 not in axes and len(shape) - 1 not in axes and math.prod(shape[d] for d in axes) > least
+    if 0 in axes or len(shape) - 1 in axes:
+        return False
+    places = math.prod(shape[d] for d in axes)
+    return least < places <= MOST_PLACES and math.prod(shape) <= sums * places
