@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -56,12 +57,42 @@ def test_a_relu_is_written_beside_its_sum(places: int, dtype: str, use: Any, exp
     assert bool(analyse(graph, "gpu").stored[cut]) == expected
 
 
-def excited() -> Any:
+def scaled_norm(places: int, images: int, of: Any) -> tuple[Graph, int]:
+    """A step that convolves, scales each channel, and reduces over places; and what was scaled."""
+
+    def loss(kernel: Any, scale: Any, x: Any) -> Any:
+        made = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        normal = made * scale
+        return (normal * jnp.sin(of(normal, axis=(1, 2), keepdims=True))).sum()
+
+    shapes = (3, 3, 64, 64), (64,), (images, places, places, 64)
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
+    graph = insert_hubs(build_graph(jaxpr, argument_paths=["kernel", "scale", "x"], result_paths=["y", "z"]))
+    convolution = next(op for op in graph.ops if op.primitive == "conv_general_dilated")
+    product = next(r for r in graph.readers(convolution.outputs[0]) if r.primitive == "mul" and r.phase == "forward")
+    return graph, product.outputs[0]
+
+
+@pytest.mark.parametrize("of", [jnp.mean, jnp.max])
+@pytest.mark.parametrize(
+    ("places", "images", "devices", "expected"),
+    [(64, 32, 1, True), (64, 64, 1, False), (64, 64, 2, True), (80, 32, 1, False), (16, 32, 1, False)],
+)
+def test_few_sums_are_of_what_was_written(places: int, images: int, devices: int, expected: bool, of: Any) -> None:
+    graph, scaled = scaled_norm(places, images, of)
+    assert bool(analyse(graph, "gpu", devices=devices).stored[scaled]) == expected
+
+
+def excited(normal: bool) -> Any:
+    def layer(x: Any) -> Any:
+        x = keras.layers.Conv2D(64, 3, padding="same", activation=None if normal else "relu")(x)
+        return keras.layers.BatchNormalization()(x) if normal else x
+
     x = inputs = keras.Input((64, 64, 3))
-    x = keras.layers.Conv2D(64, 3, padding="same", activation="relu")(x)
+    x = layer(x)
     for _ in range(2):
         gate = keras.layers.Dense(64, activation="sigmoid")(keras.layers.GlobalAveragePooling2D(keepdims=True)(x))
-        x = keras.layers.Conv2D(64, 3, padding="same", activation="relu")(x * gate)
+        x = layer(x * gate)
     model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling2D()(x)))
     model.compile("adam", "mse")
     return model
@@ -69,7 +100,9 @@ def excited() -> Any:
 
 @needs_cuda
 @pytest.mark.cuda
-def test_squeeze_and_excitation_takes_what_the_plan_says() -> None:
-    plan = autoshard.optimize(excited, {"data": 8}, hardware="h100", batch_size=64, progress=False)
+@pytest.mark.parametrize(("normal", "batch"), [(False, 64), (False, 512), (True, 64)])
+def test_squeeze_and_excitation_takes_what_the_plan_says(normal: bool, batch: int) -> None:
+    model = partial(excited, normal)
+    plan = autoshard.optimize(model, {"data": 8}, hardware="h100", batch_size=batch, progress=False)
     found = plan.verify("h100:8")
     assert found.compiled_peak_bytes == pytest.approx(found.predicted_peak_bytes, rel=0.05)

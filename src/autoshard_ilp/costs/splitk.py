@@ -4,7 +4,8 @@ A product whose result has fewer tiles than the GPU has cores leaves most of the
 into pieces, makes one 32-bit partial result per piece, and adds them up in another kernel
 (``xla/backends/gpu/transforms/splitk_rewriter``). Gradients of small weights over many rows are such products. The
 partial results take many times the bytes of the result. Where the pieces are not whole vectors of 16 bytes, both
-operands are copied, padded.
+operands are copied, padded. The same holds for a convolution that is a sum of products, one per tap of its kernel
+(:mod:`autoshard_ilp.taps`): one kernel adds up all of them.
 
 The rule below is that of the compiler in ``jax-cuda12-plugin`` 0.10, found by compiling 58 products for H100
 (``tests/test_splitk.py`` compiles some of them again): as many pieces, a power of two, as keep tiles times pieces
@@ -56,7 +57,8 @@ def pieces(batch: int, rows: int, columns: int, contracted: int, cores: int = CO
 
 
 def split_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
-    """Bytes of partial results and padded operands that one device holds besides during a product, per strategy.
+    """Bytes of partial results and padded operands that one device holds besides during an operation, per strategy: a
+    product, or a convolution that is one per tap.
 
     Args:
         graph: of the step.
@@ -65,7 +67,13 @@ def split_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes
         axis_sizes: devices along each mesh axis.
     """
     held = np.zeros(len(strategies), np.int64)
+    taps = _taps(graph, op)
     for i, strategy in enumerate(strategies):
+        if taps:  # a product each, all of them added up by one kernel
+            result = graph.tensors[op.outputs[0]]
+            elements = math.prod(shape_on_device(result.shape, strategy.results[0], axis_sizes))
+            held[i] = elements * (taps * ACCUMULATOR_BYTES - result.itemsize)
+            continue
         split = _split(graph, op, strategy.operands, axis_sizes)
         if split is None:
             continue
@@ -96,7 +104,7 @@ def kept_in_pieces(
         for op in graph.ops
         if op.phase == "forward"
         and not op.region
-        and (_split(graph, op, operand_layouts(op), axis_sizes) or _by_taps(graph, op))
+        and (_split(graph, op, operand_layouts(op), axis_sizes) or _taps(graph, op))
     ]
     backward = [op.id for op in graph.ops if op.phase == "backward" and not op.region]
     if not split or not backward:
@@ -106,9 +114,12 @@ def kept_in_pieces(
     return frozenset(t for op in split for t in op.outputs if buffers.stored[t] and buffers.last_use[t] >= begins)
 
 
-def _by_taps(graph: Graph, op: Op) -> bool:
-    """Whether a convolution is the sum of a product per tap (:mod:`autoshard_ilp.taps`)."""
-    return op.primitive == "conv_general_dilated" and products_instead(graph, op) == PER_TAP
+def _taps(graph: Graph, op: Op) -> int:
+    """Products of which a convolution is the sum (:mod:`autoshard_ilp.taps`); 0 where it is none."""
+    if op.primitive != "conv_general_dilated" or products_instead(graph, op) != PER_TAP:
+        return 0
+    kernel = graph.tensors[op.inputs[1]].shape
+    return math.prod(kernel[d] for d in op.params["dimension_numbers"].rhs_spec[2:])
 
 
 @dataclass(frozen=True)
