@@ -147,6 +147,7 @@ FAMILIES = (
             "python benchmarks/plan_quality.py",
             "python benchmarks/plan_quality.py --compile h100:8",
             "python benchmarks/plan_quality.py --compile tpu-v5e:2x4",
+            "python benchmarks/plan_quality.py --compile tpu-v5e:4x4",
             "python benchmarks/plan_quality.py --compile tpu-v5p:2x2x2",
         ),
         pictures.quality,
