@@ -22,13 +22,16 @@ gc.freeze()
 gc.set_threshold(20_000, 20, 20)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def quick_code():
     """XLA:CPU makes machine code in half the time, of the same program: LLVM optimises it less.
 
     For tests whose time is compiling and which ask only for the values that come out. Not for those that compare what
-    compilers make of a plan, and not for all numerics: some run what users run.
+    compilers make of a plan, and not for all numerics: some run what users run. What jax keeps compiled is dropped on
+    both sides: bits differ, and some tests compare bits.
     """
+    jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
