@@ -228,8 +228,8 @@ def read(graph: Any, request: Request, known: Any = None) -> tuple[Any, Pinned]:
     if request.restriction is not None:
         pinned = Pinned({**request.restriction(shapes), **pinned.allowed}, pinned.sources)
     pinned = Pinned({**whole_seeds(graph, len(mesh.axis_names)), **pinned.allowed}, pinned.sources)
-    same = known is not None and (known.graph, known.devices, known.profile) == (graph, mesh.size, request.profile)
-    if known is not None and same:
+    asked = (graph, request.profile, mesh.size)
+    if known is not None and (known.graph, known.profile, known.devices) == asked:
         facts = known.told_apart(pinned.key, request.solver.fold_layers)
     else:
         facts = Facts.of(graph, rule_for, request.profile, pinned.key, request.solver.fold_layers, mesh.size)

@@ -32,6 +32,7 @@ SUMS_OF_MORE = 2048
 
 CONVOLUTION = "conv_general_dilated"
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max"})
+SAME = ("hub", "convert_element_type")
 
 
 def kept_beside_reductions(
@@ -45,24 +46,21 @@ def kept_beside_reductions(
         fuses: per operation, whether it is computed element by element inside other kernels.
         devices: among which the images of a batch are divided.
     """
-    for op in graph.ops:
-        if op.phase != "forward" or op.region or not fuses[op.id] or len(op.outputs) != 1:
+    for reduction in graph.ops:
+        if reduction.primitive not in REDUCTIONS:
             continue
-        (result,) = op.outputs
-        shape = graph.tensors[result].shape
-        if op.primitive in ("convert_element_type", "hub") or len(shape) < 3 or _with_convolution(graph, op):
+        result = graph.behind(reduction.inputs[0], SAME)
+        producer = graph.tensors[result].producer
+        op = None if producer is None else graph.ops[producer]
+        if op is None or op.phase != "forward" or op.region or not fuses[op.id] or _with_convolution(graph, op):
             continue
-        readers = list(_readers(graph, result))
-        others = [r for r in readers if r.primitive not in REDUCTIONS]
-        if not others:
-            continue
+        others = [r for r in _readers(graph, result) if r.primitive not in REDUCTIONS]
         written = any(t in centred for r in others for t in r.outputs)
-        if written and graph.tensors[result].itemsize >= WIDE_BYTES:
+        if not others or (written and graph.tensors[result].itemsize >= WIDE_BYTES):
             continue
         cut = _cuts_off(graph, op)
         least = ROWS if written else PLACES if cut else PLACES - 1  # not where its squares are summed up as well
-        most = SUMS if cut else SUMS_OF_MORE
-        if any(_over_places(graph, r, least, most * devices) for r in readers):
+        if _over_places(graph, reduction, least, devices * (SUMS if cut else SUMS_OF_MORE)):
             yield result
 
 
@@ -94,9 +92,7 @@ def _readers(graph: Graph, tensor: int) -> Iterator[Op]:
 
 
 def _over_places(graph: Graph, op: Op, least: int, sums: int) -> bool:
-    """Whether an operation reduces more than so many places of each image, between its first and last dimension."""
-    if op.primitive not in REDUCTIONS:
-        return False
+    """Whether a reduction is over more than so many places of each image, between its first and last dimension."""
     shape, axes = graph.tensors[op.inputs[0]].shape, op.params["axes"]
     if 0 in axes or len(shape) - 1 in axes:
         return False
