@@ -16,7 +16,7 @@ import sys, time
 from pathlib import Path
 from autoshard_ilp.program import alone
 alone.cache_folder = lambda: Path(sys.argv[1])
-with alone.alone():
+with alone.alone("kernels"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -36,22 +36,24 @@ def other(monkeypatch, tmp_path):
 def test_another_process_is_waited_for_until_it_ends(other, monkeypatch):
     monkeypatch.setattr(alone, "PATIENCE_SECONDS", 0.5)
     began = time.monotonic()
-    with alone.alone():  # the patience is over, and this process compiles as well
+    with alone.alone("kernels"):  # the patience is over, and this process compiles as well
         assert time.monotonic() - began >= 0.5
     monkeypatch.setattr(alone, "PATIENCE_SECONDS", 30.0)
+    with alone.alone("windows"):  # other kernels
+        assert time.monotonic() - began < 15.0
     other.kill()
     began = time.monotonic()
-    with alone.alone():
+    with alone.alone("kernels"):
         assert time.monotonic() - began < 15.0
 
 
 def test_what_fails_meanwhile_lets_go(monkeypatch, tmp_path):
     monkeypatch.setattr(alone, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(alone, "PATIENCE_SECONDS", 5.0)
-    with pytest.raises(ZeroDivisionError), alone.alone():
+    with pytest.raises(ZeroDivisionError), alone.alone("kernels"):
         raise ZeroDivisionError
     began = time.monotonic()
-    with alone.alone():
+    with alone.alone("kernels"):
         assert time.monotonic() - began < 4.0
 
 
@@ -59,6 +61,6 @@ def test_what_fails_meanwhile_lets_go(monkeypatch, tmp_path):
 def test_no_cache_or_no_lock_is_no_obstacle(monkeypatch, folder):
     monkeypatch.setattr(alone, "cache_folder", lambda: folder)
     ran = []
-    with alone.alone():
+    with alone.alone("kernels"):
         ran.append(True)
     assert ran

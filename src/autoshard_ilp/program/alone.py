@@ -20,16 +20,17 @@ PATIENCE_SECONDS = 120.0
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """The time in which kernels are compiled or read: no other process of this cache does so meanwhile.
+def alone(stage: str) -> Iterator[None]:
+    """The time in which the kernels of a stage are compiled or read: no other process of this cache does so meanwhile.
 
-    Where there is no cache, or no locks for its files, there is nothing to wait for.
+    Where there is no cache, or no locks for its files, there is nothing to wait for. Who needs one stage does not wait
+    for another, of other kernels: a process that compiles all of them (:mod:`ahead`) is then at the next one.
     """
     folder = cache_folder()
     if folder is None:
         yield
         return
-    lock = FileLock(folder / "autoshard_ilp.lock", timeout=PATIENCE_SECONDS)
+    lock = FileLock(folder / f"autoshard_ilp.{stage}.lock", timeout=PATIENCE_SECONDS)
     with contextlib.suppress(OSError, NotImplementedError):  # TimeoutError is one of the former
         lock.acquire()
     try:

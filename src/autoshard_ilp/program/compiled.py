@@ -42,7 +42,7 @@ def compile_all() -> Iterator[str]:
 @functools.cache
 def _load_kernels() -> None:
     wait_for("kernels")
-    with alone():
+    with alone("kernels"):
         for rows in (0, 1):
             net = _two_nodes(rows)
             dominated(net, 0)
@@ -56,7 +56,7 @@ def _load_kernels() -> None:
 @functools.cache
 def _load_windows() -> None:
     wait_for("windows")
-    with alone():
+    with alone("windows"):
         for net, capacity, limit in ((_two_nodes(1), 2, 10.0), (_many_plans(), 10, 20.0)):
             Window(net, capacity, [np.ones(1)]).solve(limit, math.inf)
 
