@@ -11,6 +11,7 @@ import jax
 import pytest
 from jax.sharding import NamedSharding
 
+import autoshard_ilp as autoshard
 from autoshard_ilp.costs.collectives import ring_bytes_per_device
 from autoshard_ilp.sharding import Layout, to_partition_spec
 from autoshard_ilp.verify import compile_only_mesh, parse_collectives, parse_target
@@ -65,3 +66,11 @@ def predicted(collectives: Sequence[tuple[str, tuple[int, ...], float]]) -> dict
         group = math.prod(SIZES[a] for a in axes)
         total[kind] = total.get(kind, 0.0) + ring_bytes_per_device(kind, group, payload)
     return total
+
+
+def peaks_on_h100s(model: Callable[[], Any], batch_size: int) -> tuple[int, int]:
+    """Compiled and predicted peak in bytes of a model's training step, planned for eight H100s on one axis."""
+    plan = autoshard.optimize(model, {"data": 8}, hardware="h100", batch_size=batch_size, progress=False)
+    found = plan.verify("h100:8")
+    assert found.compiled_peak_bytes is not None and found.predicted_peak_bytes is not None
+    return found.compiled_peak_bytes, found.predicted_peak_bytes

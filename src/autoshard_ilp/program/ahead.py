@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from autoshard_ilp.program.alone import cache_folder
 from autoshard_ilp.program.kernels import descend
 from autoshard_ilp.program.window.kernels_fronts import joined
 
@@ -83,10 +84,10 @@ def wait_for(stage: str) -> None:
 
 def _in_cache(kernel: Any) -> bool:
     """Whether Numba's cache has something of a kernel that is not older than its source."""
-    stats = getattr(kernel, "stats", None)  # none where Numba is switched off: nothing is compiled
-    if stats is None or not stats.cache_path:
+    folder = cache_folder(kernel)
+    if folder is None:
         return True
     function = kernel.py_func
     written = Path(function.__code__.co_filename).stat().st_mtime
-    files = Path(stats.cache_path).glob(f"*{function.__name__}-*.nbi")
+    files = folder.glob(f"*{function.__name__}-*.nbi")
     return any(file.stat().st_mtime >= written for file in files)

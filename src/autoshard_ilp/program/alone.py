@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -39,7 +40,7 @@ def alone(stage: str) -> Iterator[None]:
         lock.release()  # does nothing where it is not held
 
 
-def cache_folder() -> Path | None:
-    """Where Numba keeps the compiled kernels; None where it is switched off."""
-    stats = getattr(descend, "stats", None)
+def cache_folder(kernel: Any = descend) -> Path | None:
+    """Where Numba keeps a kernel compiled; None where it is switched off, and nothing is compiled."""
+    stats = getattr(kernel, "stats", None)
     return Path(stats.cache_path) if stats is not None and stats.cache_path else None
