@@ -354,6 +354,7 @@ def test_a_poor_start_is_compared_with_plans_of_known_kinds(one_kind: None) -> N
     assert seconds == pytest.approx(kinds.PART * halving.KINDS_SHARE * 98.0)
     assert keywords == {"cutoff": 3.0, "relative_gap": kinds.GAP}
     assert solver.asked[3][1] == [1, 1], "the plan of that kind is the start"
+    assert solver.asked[3][3]["proved"] == 2.0, "the program is the one whose bound prices have shown"
     assert found.report["by_kind"]
 
 
@@ -498,11 +499,13 @@ def test_where_memory_binds_another_part_of_it() -> None:
 
 
 def test_a_bound_of_the_smaller_program_is_none_of_the_larger_one() -> None:
-    """Two decisions may be cheaper than one for all; the other way round a bound holds."""
-    first, second = solution(np.inf, "feasible", 1.9, large=True), solution(np.inf, "feasible", 1.7)
-    solver = _Solver([first, solution(), second, solution(1.95)])
-    solve_divided(make, solver, 100.0, lambda: solver.now)
-    assert [a[3].get("proved") for a in solver.asked] == [None, None, -np.inf, 1.7]
+    """Two decisions may be cheaper than one for all; the other way round a bound holds, if it says more than its own,
+    without a budget (1.9) or with prices."""
+    for prices, fine, proved in ((0.0, 1.92, 1.92), (0.0, 1.7, 1.9), (1.93, 1.7, 1.93)):
+        first, second = solution(np.inf, "feasible", 1.9, large=True), solution(np.inf, "feasible", fine)
+        solver = _Solver([first, solution(lower=prices), second, solution(1.95)])
+        solve_divided(make, solver, 100.0, lambda s=solver: s.now)
+        assert [a[3].get("proved") for a in solver.asked] == [None, None, -np.inf, proved]
 
 
 def test_what_other_budgets_have_shown_does_for_the_smaller_program_too() -> None:

@@ -241,6 +241,7 @@ class _Divided(Generic[P]):
     Attributes:
         one: the problem with one decision for all repeated layers.
         known: what is known of it: of the best plan without a budget, at first.
+        bound: seconds, a lower bound of it under its budget.
         first: its solution without a budget, if it was asked for one.
         keywords: further ones for solving the divided problem.
         ends: when that is over.
@@ -266,6 +267,7 @@ class _Divided(Generic[P]):
         self.parts, self.cutoff, self.by_kind, self.enough = parts, cutoff, by_kind, enough
         self.free_bound = free_bound
         self.known: Left | None = None
+        self.bound = -math.inf
         self.first: Any = None
         self.keywords: dict[str, float] = {}
         self.ends = deadline
@@ -345,6 +347,7 @@ class _Divided(Generic[P]):
             self.keywords = self._part(first)
             if not self._short(first):
                 self.keywords["plan_seconds"] = PLAN_SHARE * min(self.keywords.values())
+        self.bound = self.known.without_memory
         self.ends = self.clock() + self.keywords.pop("seconds", self.left())
         return None
 
@@ -360,13 +363,14 @@ class _Divided(Generic[P]):
             shown = self.solve(one, None, seconds, mixing=before, relaxed=known.relaxed)
             if shown.report.get("interrupted"):
                 return one, shown, ()
+            self.bound = max(self.bound, _bound(shown))
             mixture, self.prices, self.mixed = (shown.report.get(what) for what in ("mixture", "prices", "mixed"))
             far = (1 - FAR) * shown.lower_bound >= known.without_memory > 0
             if far and self.parts.bound < 1 and shown.choices is not None:
                 return one, _told(shown, known), ()
             near = shown.choices is not None and shown.objective - shown.lower_bound <= FREE * abs(shown.objective)
             if near and not any((self.prices or {}).values()):
-                return one, self.solve(one, shown.choices, self.until_end()), ()  # it does not bind after all
+                return one, self.solve(one, shown.choices, self.until_end(), proved=self.bound), ()  # it does not bind
             cost = sum(weight * plan_cost for weight, plan_cost, _ in mixture or ())
             if mixture and cost - shown.lower_bound <= MIXED * abs(cost):
                 self.division = division_of(one.table, mixture)
@@ -398,6 +402,8 @@ class _Divided(Generic[P]):
         free = self._without_ties(fine, start, known)
         if free is not None:
             known = replace(known, lower_bound=max(known.lower_bound, free), without_memory=free)
+        if fine.table.first_share == one.table.first_share:
+            known = replace(known, lower_bound=max(known.lower_bound, self.bound))
         of_fine = replace(known, first_share=fine.table.first_share, choices=start, relaxed=relaxed, prices=self.prices)
         long = free is not None and cells_of(fine.program) > LONG_CELLS
         enough = max(self.enough, HARDLY) if long else self.enough
@@ -411,7 +417,7 @@ class _Divided(Generic[P]):
         if self.stopped:
             found.report["interrupted"] = True
         if found.choices is None and not surely and not self._over(found):
-            known = replace(known, lower_bound=_bound(found))
+            known = replace(known, lower_bound=max(self.bound, _bound(found)))
             part = {"seconds": self.left()} if self.first is None else self._part(self.first)
             return one, _with_memory(one, self.solve, known, **part), ()
         return fine, found, (_note(fine),) if fine.table.first_share else ()
