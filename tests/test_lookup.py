@@ -18,7 +18,7 @@ from autoshard_ilp.graph import insert_hubs
 from autoshard_ilp.lookup import look_up
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.verify import parse_collectives
-from compiled import mesh_of, needs_tpu, sharding
+from compiled import mesh_of, needs_cuda, needs_tpu, sharding
 
 NAMES, SIZES = ("a", "b"), (2, 4)
 ROWS, COLUMNS, TOKENS = 16, 8, 12
@@ -124,15 +124,41 @@ def test_two_numbers_per_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "result"),
-    [((0, 0), (0, 0)), ((0, 0), (-1, -1)), ((-1, 0), (-1, 0)), ((1, 0), (1, -1))],
-    ids=["one place", "only sums", "one axis", "columns stay"],
+    ("table", "indices", "result"),
+    [
+        ((0, 0), (-1, -1), (0, 0)),
+        ((0, 0), (-1, -1), (-1, -1)),
+        ((-1, 0), (0, -1), (0, 1)),
+        ((-1, 0), (-1, -1), (-1, -1)),
+        ((1, 0), (-1, -1), (1, -1)),
+    ],
+    ids=["one place", "only sums", "one axis", "one axis, only sums", "columns stay"],
 )
-def test_what_the_partitioner_does_as_well_is_left_to_it(table: tuple[int, int], result: tuple[int, int]) -> None:
+def test_what_the_partitioner_does_as_well_is_left_to_it(
+    table: tuple[int, int], indices: tuple[int, int], result: tuple[int, int]
+) -> None:
     graph, op = graph_of(lambda t, i: jnp.take(t, i, axis=0), TABLES["float"], np.arange(TOKENS))
     view = graph.view(op)
     args = (TABLES["float"], np.arange(TOKENS)[:, None])
-    assert look_up(view, rule_for(view), args, ([table, (-1, -1)], result), mesh(), NAMES) is None
+    assert look_up(view, rule_for(view), args, ([table, indices], result), mesh(), NAMES) is None
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_where_an_axis_computes_copies_rows_are_scattered_over_the_other_alone() -> None:
+    """XLA:GPU shares the indices out over the axis of the copies, adds up, and permutes to where they belong."""
+    table, tokens = jax.ShapeDtypeStruct((4096, 64), "float32"), jax.ShapeDtypeStruct((1024,), "int32")
+    graph, op = graph_of(lambda t, i: jnp.take(t, i, axis=0, mode="clip"), table, tokens)
+    results = {(graph.arguments[0], 0): (-1, 0), (graph.arguments[1], 0): (-1, -1), (op.id, 0): (-1, 0)}
+    decisions = Decisions({(op.id, 0): (-1, 0), (op.id, 1): (-1, -1)}, results)
+    target = mesh_of("h100:8")
+    step = jax.jit(
+        planned_function(graph, decisions, target, target.axis_names),
+        in_shardings=(sharding(target, (-1, 0), 2), sharding(target, (-1, -1), 1)),
+        out_shardings=[sharding(target, (-1, 0), 2)],
+    )
+    found = parse_collectives(step.lower(table, tokens).compile({"xla_gpu_autotune_level": 0}).as_text())
+    assert [(c.kind, c.total_bytes_per_device) for c in found] == [("reduce-scatter", 1024 * 64 * 4 * 3 // 4)]
 
 
 @needs_tpu

@@ -3,10 +3,10 @@
 Each device fetches the rows that it has, and zeros elsewhere; the sum over devices is the result. XLA's partitioner
 writes that sum as one all-reduce over all the axes, and makes a reduce-scatter of it only where the result is then cut
 over the same axes, along one dimension; over a whole TPU slice it makes none even then
-(:mod:`autoshard_ilp.costs.scatter`). A plan that scatters over some axes and adds up over others (a table over all
-devices, its rows read by sequences that only some axes share) would send, and hold, the whole result; so the sums are
-written out here, as :mod:`autoshard_ilp.manual` does for products. So they are where what was found stays partial,
-since a later sum adds it up (:mod:`autoshard_ilp.deferral`).
+(:mod:`autoshard_ilp.costs.scatter`), nor where another axis computes copies. A plan that scatters over some axes and
+adds up over others (a table over all devices, its rows read by sequences that only some axes share) would send, and
+hold, the whole result; so the sums are written out here, as :mod:`autoshard_ilp.manual` does for products. So they are
+where what was found stays partial, since a later sum adds it up (:mod:`autoshard_ilp.deferral`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoshard_ilp._jax_compat import whole_slice
 from autoshard_ilp.costs.scatter import spans_slice
 from autoshard_ilp.manual import Computed, mapped, reduced, unreduced
 from autoshard_ilp.rules.rule import OpView, Rule
-from autoshard_ilp.sharding import PARTIAL, Layout, divides, local_shape
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape
 
 UNSIGNED = frozenset({"uint32", "uint64"})
 """Dtypes of indices from which no row can be subtracted, and that another dtype does not hold."""
@@ -77,7 +77,7 @@ def look_up(
     slice_shape = whole_slice(mesh)
     scattered = [a for a in sums if result[a] >= 0]
     as_planned = len({result[a] for a in sums}) < 2 and not (scattered and spans_slice(scattered, sizes, slice_shape))
-    as_planned = as_planned and PARTIAL not in result
+    as_planned = as_planned and PARTIAL not in result and not (scattered and makes_copies(operands, result, sizes))
     if (as_planned and not (scattered and along_inner(op))) or PARTIAL in before:
         return None
     if any(place != result[a] for a, place in enumerate(before) if a not in sums):
@@ -135,6 +135,13 @@ def look_up(
         return reduced(out, sums, result, axis_names, sizes, slice_shape, Computed())
 
     return mapped(one_device, args, op.in_shapes, operands, op.out_shapes[0], result, mesh, axis_names)
+
+
+def makes_copies(operands: Sequence[Layout | None], result: Layout, sizes: Sequence[int]) -> bool:
+    """Whether a mesh axis shares nothing of a look-up, so that devices along it compute copies of one another. XLA's
+    partitioner shares the indices out over that axis as well, adds up, and permutes, where sums are scattered."""
+    layouts = [result, *(layout for layout in operands if layout is not None)]
+    return any(size > 1 and all(layout[a] == WHOLE for layout in layouts) for a, size in enumerate(sizes))
 
 
 def along_inner(op: OpView) -> bool:
