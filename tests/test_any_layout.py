@@ -79,6 +79,11 @@ def test_a_linear_solve_is_what_it_calls(fn):
     check(fn, (positive_definite(16), normal(16, 8)), TWO, (0, 1))
 
 
+@pytest.mark.parametrize("reduce", [jax.lax.psum, jax.lax.pmean, jax.lax.pmax, jax.lax.pmin])
+def test_a_reduction_over_an_axis_of_vmap_is_one_of_a_dimension(reduce):
+    check(jax.vmap(lambda a: a - reduce(jnp.sin(a), "rows"), axis_name="rows"), (normal(16, 8),), TWO, (0, 1))
+
+
 def test_a_choice_between_platforms_is_its_default():
     check(lambda a: jnp.diag(jnp.diag(a @ a.T)), (normal(16, 8),), TWO, (0, 1))
 

@@ -23,6 +23,9 @@ cross-entropy), and its gradient, a scatter-add of one element to each row, comp
 XLA:TPU computes both like this, inside the kernels around them. Other compilers write zeros as large as the logits
 first, and the partitioner scatters into what it holds.
 
+**Sums, maxima and minima over a named axis of ``vmap``** (``psum``, ``pmean``, ``pmax``, ``pmin``) are reductions of
+the mapped dimension, which is what JAX lowers them to.
+
 **Indices of a gather or a scatter** become int32. XLA's partitioner takes others for int32 where it pads them (unequal
 shards of a scatter with batch dimensions, such as the gradient of a sort) or searches a range of rows (a gather by
 uint8), and ends the process. No dimension is that large, so a number beyond int32 is out of bounds before and after.
@@ -59,7 +62,9 @@ _COMPARED_TYPES = frozenset(
 )
 """What XLA adds up on every backend."""
 
-REWRITTEN = frozenset({"dot_general", "argmax", "argmin", "while", *_INDEXED})
+_OVER_MAPPED = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+
+REWRITTEN = frozenset({"dot_general", "argmax", "argmin", "while", *_INDEXED, *_OVER_MAPPED})
 
 
 def rewrite(
@@ -84,6 +89,11 @@ def rewrite(
         return lambda *operands: _until_all_end(operands, params)
     if primitive in ("argmax", "argmin"):
         return lambda x: _place_of_extreme(x, params, largest=primitive == "argmax")
+    if primitive in _OVER_MAPPED:
+        mapped = len(operands) == 1 and not params["axis_index_groups"]
+        if not mapped or not all(isinstance(a, int) for a in params["axes"]):
+            return None
+        return lambda x: _OVER_MAPPED[primitive](x, params["axes"])
     if primitive == "dot_general":
         return _if_outer(params, operands, out_shape)
     return None
