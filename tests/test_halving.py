@@ -397,6 +397,22 @@ def test_the_kind_is_solved_further_where_its_plan_is_taken_up_again(inside: boo
     assert solver.asked[-1][1] == list(choices)
 
 
+def test_one_that_was_only_looked_at_gets_a_bound_where_it_is_taken_up_again(one_kind: None) -> None:
+    """What it would cost without a budget, which takes half of the time, and what that shows."""
+    left = Left(0.0, np.array([1, 1]), np.array([3, 3]), -np.inf, -np.inf, 0.0, by_kind=True)
+    free, kind, last = solution(np.inf, "feasible", 1.8, large=True), of_kind(2.4), solution(2.3, "feasible", 1.9)
+    solver = _Solver([free, kind, last])
+    _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now, left_before=left)
+    assert solver.names() == ["tied", "kind", "tied"]
+    assert solver.asked[0][1:] == ([1, 1], 50.0, {"rows": False})
+    assert solver.asked[2][1] == [1, 1] and solver.asked[2][3]["relaxed"] == [7, 8]
+    assert solver.asked[2][3]["proved"] == 1.8 and found.report["without_memory"] == 1.8
+    solver = _Solver([replace_in(solution(2.2, "feasible", 1.8), report={"interrupted": True}), last])
+    _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now, left_before=left)
+    assert solver.names() == ["tied", "tied"] and found.report["interrupted"]
+    assert solver.asked[1][1:3] == ([7, 9], 0.0), "the better plan, at once"
+
+
 def test_an_interrupt_while_a_kind_is_taken_up_again_ends_the_search(one_kind: None) -> None:
     left, kind = Left(0.0, np.array([1, 1]), np.array([7, 8]), 1.8, 1.7, 3.0, by_kind=True), of_kind(2.4)
     kind.report["interrupted"] = True

@@ -14,10 +14,11 @@ import keras
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import flatten, program
+from autoshard_ilp import attempt, flatten, program
 from autoshard_ilp.garbage import collector_paused, old_objects_left
-from autoshard_ilp.planning import LAST_PLAN_PART, PLAN_PART
+from autoshard_ilp.planning import LAST_PLAN_PART, PLAN_PART, Expected
 from autoshard_ilp.program import core
+from autoshard_ilp.progress import Progress
 
 
 def deep(count: int = 8) -> keras.Model:
@@ -42,6 +43,20 @@ def test_the_step_is_flattened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = autoshard.optimize(model, mesh, int(0.7 * free.memory.peak_bytes), **options)  # type: ignore[arg-type]
     assert any("recomputation" in note.lower() for note in plan.notes), "more than one policy was tried"
     assert len(calls) == 1
+
+
+def test_a_policy_that_is_taken_up_again_is_not_priced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = autoshard.optimize(functools.partial(deep, 2), {"data": 2}, batch_size=64, hardware="h100")
+    trail = plan.trail
+    assert trail is not None and plan.executable is not None
+    expected = Expected(("never", "selective"))
+    expected.learn("never", plan)
+    assert expected.before("selective") is None and expected.before("never") is plan
+    monkeypatch.setattr(attempt, "read", None)
+    more: dict[str, Any] = {"mode": plan.mode, "batch_size": plan.batch_size, "before": plan}
+    again = attempt.attempt(plan.executable, trail.infos, trail.request, Progress(False), **more)
+    assert isinstance(again, autoshard.Plan) and again.cost.total_s == plan.cost.total_s
+    assert again.trail is not None and again.trail.costs is trail.costs
 
 
 def test_the_collector_is_as_before() -> None:

@@ -389,6 +389,18 @@ def test_where_recomputation_takes_most_half_of_the_blocks_are_tried_first(
     assert planner.asked[2:5] == [f"selective:{k}" for k in asked]
 
 
+@pytest.mark.parametrize(("share", "asked"), [(0.05, ["12"]), (0.2, ["14"]), (0.01, [])])
+def test_where_a_plan_takes_long_the_first_step_saves_just_enough(
+    share: float, asked: list[str], any_plan: Plan
+) -> None:
+    """A hundredth of the step: four of 16 blocks that take a twentieth; an eighth of them in any case."""
+    planner = _Planner(16, 8, any_plan, seconds={"never": 0.0, "selective": 1.0, "full": 0.0})
+    clock = functools.partial(next, itertools.count(0.0, 5.0))
+    means = {"share": lambda plan: share, "dear": lambda plan: 0.001}
+    search(("never", "selective"), planner, lambda failed: 16, 1e6, clock, **means)
+    assert planner.asked[2:] == [f"selective:{k}" for k in asked]
+
+
 def test_nothing_fits(any_plan: Plan) -> None:
     found = search(POLICIES, _Planner(4, 0.1, any_plan), lambda failed: 4, 100.0)
     mixed = ["full:2+selective", "full:3+selective", "full:1+selective"]

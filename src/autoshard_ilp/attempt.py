@@ -130,8 +130,11 @@ def attempt(
     left_before: Left | None = None,
     by_kind: bool = False,
     plan_part: float = 1.0,
+    before: Plan | None = None,
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
+
+    ``before`` is a plan of the same ``step`` under the same ``request``, whose prices need not be found again.
 
     ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow. Only a plan
     whose objective is below ``cutoff`` (seconds) is wanted, and where none is known after ``plan_part`` of the time,
@@ -143,6 +146,9 @@ def attempt(
     facts = functools.cache(lambda: read(step.graph, request))
 
     def priced(first_share: float) -> Priced:
+        if before is not None and before.trail is not None and before.trail.costs.first_share == first_share:
+            trail = before.trail
+            return Priced(trail.costs, trail.built, honoured(step.graph, request), infos, request.mesh)
         with progress.stage("strategies"):
             known, pinned = facts()
             table = price(known, pinned, request, first_share)
@@ -222,12 +228,7 @@ def read(graph: Any, request: Request, known: Any = None) -> tuple[Any, Pinned]:
     from autoshard_ilp.costs.facts import Facts
     from autoshard_ilp.rules import rule_for
 
-    mesh = request.mesh
-    shapes = path_shapes(graph)
-    pinned = resolve_pins(request.pins, shapes, mesh.axis_names, mesh.axis_sizes)
-    if request.restriction is not None:
-        pinned = Pinned({**request.restriction(shapes), **pinned.allowed}, pinned.sources)
-    pinned = Pinned({**whole_seeds(graph, len(mesh.axis_names)), **pinned.allowed}, pinned.sources)
+    mesh, pinned = request.mesh, honoured(graph, request)
     asked = (graph, request.profile, mesh.size)
     if known is not None and (known.graph, known.profile, known.devices) == asked:
         facts = known.told_apart(pinned.key, request.solver.fold_layers)
@@ -240,6 +241,15 @@ def read(graph: Any, request: Request, known: Any = None) -> tuple[Any, Pinned]:
             + ". Add a rule (src/autoshard_ilp/rules/README.md), or plan without strict to keep these whole."
         )
     return facts, pinned
+
+
+def honoured(graph: Any, request: Request) -> Pinned:
+    """The layouts that pins, and a restriction, leave of a graph's arguments and results."""
+    names, shapes = request.mesh.axis_names, path_shapes(graph)
+    pinned = resolve_pins(request.pins, shapes, names, request.mesh.axis_sizes)
+    if request.restriction is not None:
+        pinned = Pinned({**request.restriction(shapes), **pinned.allowed}, pinned.sources)
+    return Pinned({**whole_seeds(graph, len(names)), **pinned.allowed}, pinned.sources)
 
 
 @collector_paused()

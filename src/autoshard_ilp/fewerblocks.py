@@ -10,8 +10,8 @@ where the plans that are best *without* a budget go: their seconds and their byt
 2. where the budget binds although all blocks recompute, recomputed blocks make room that layouts would pay for. If an
    eighth of them less is no faster, that room is worth more than the recomputation; the search goes down in steps of an
    eighth, each twice the one before, and back, and ends within an eighth. Where recomputing takes by far more than the
-   budget adds, half of the blocks come first. No number takes more than a part of the time, and the best one is solved
-   to the end afterwards;
+   budget adds, half of the blocks come first, unless one plan takes long. No number takes more than a part of the time,
+   and the best one is solved to the end afterwards;
 3. at last the middles of the gaps wider than an eighth are tried, where what the step would take without a budget (in
    between: the mean) leaves a gain.
 
@@ -226,12 +226,19 @@ class FewerBlocks:
 
     def _down(self) -> Any:
         """By an eighth, two, four, ...; half-way once a number is known that is too small, and from the beginning
-        where recomputation takes by far more than the budget adds."""
+        where recomputation takes by far more than the budget adds, and one plan is quick. Where it takes long, the
+        first step is as small as may save enough: of many blocks less, memory shows no plan in time."""
         added = self.means.dear(self.every) * self.every.cost.total_s
-        jump = self.eighth
+        half = added < LITTLE_ADDED * self.recomputed_s and not self.long
+        jump = max(self.eighth, self._worth_blocks() if self.long else 0)
         while True:
-            yield self._middle() if self.low or added < LITTLE_ADDED * self.recomputed_s else max(1, self.high - jump)
+            yield self._middle() if self.low or half else max(1, self.high - jump)
             jump *= 2
+
+    def _worth_blocks(self) -> int:
+        """So many blocks less may save :data:`LONG_GAIN` of the step."""
+        share = self.recomputed_s / self.best.cost.total_s
+        return math.ceil(LONG_GAIN * self.n_blocks / share) if share > 0 else self.n_blocks
 
     def _around_guess(self) -> Any:
         """The guess; from there by small steps, each twice the one before, until past the answer; then half-way."""

@@ -292,11 +292,23 @@ class _Divided(Generic[P]):
     def taken_up(self, known: Left) -> Answer[P]:
         """Goes on from where an earlier call was left."""
         same = self.make(known.first_share)
-        if known.by_kind and known.choices is not None:
+        if known.by_kind and math.isinf(known.without_memory):
+            known = self._bounded(same, known)
+        if known.by_kind and known.choices is not None and not self.stopped:
             seconds = KIND_AGAIN * self.left()
             better, self.stopped = better_of_its_kind(same.program, same.kinds(), self.solve, known.choices, seconds)
             known = replace(known, choices=better)
         return same, self._go_on(same, known), (_note(same),) if known.first_share else ()
+
+    def _bounded(self, problem: P, known: Left) -> Left:
+        """The same with a bound, in a part of the time: one of many steps was looked at for its plan alone."""
+        first = self.solve(problem, known.choices, FREE_SHARE * self.left(), rows=False)
+        self.stopped = bool(first.report.get("interrupted"))
+        bound = _bound(first)
+        better = known.choices if first.choices is None else first.choices
+        found = {"choices": better, "relaxed": first.report.pop("relaxed", known.relaxed)}
+        bounds = {"lower_bound": max(known.lower_bound, bound), "without_memory": bound, "free_seconds": first.seconds}
+        return replace(known, **found, **bounds)
 
     def alone(self) -> Answer[P]:
         """Solves the one program there is; where memory binds, within its part of the time left then."""

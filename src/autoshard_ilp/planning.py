@@ -72,10 +72,11 @@ def _search(
     expected = Expected(policies)
 
     def tried(policy: str, seconds: float, cutoff: float, dear: float) -> Plan | Failure:
+        before = expected.before(policy)
         with progress.stage("graph"):
-            graph = step(policy)
+            graph = step(policy) if before is None or before.executable is None else before.executable
         known: dict[str, Any] = {"mode": traced.mode, "batch_size": traced.batch_size, **expected.of(policy)}
-        known |= {"seconds": seconds, "cutoff": cutoff, "dear": dear}
+        known |= {"seconds": seconds, "cutoff": cutoff, "dear": dear, "before": before}
         return expected.learn(policy, attempt(graph, traced, request, progress, **known))
 
     need, limit = needed_share(request), request.solver.time_limit
@@ -111,12 +112,13 @@ class Expected:
         asked: policies so far.
         left: where the last attempt under each of them ended.
         by_kind: plans of known kinds were better starts than prices.
-        fits: there is a plan.
+        best: the fastest plan, if there is one.
     """
 
     def __init__(self, policies: Sequence[str]) -> None:
         self.policies = policies
-        self.tight = self.bound = self.by_kind = self.fits = False
+        self.tight = self.bound = self.by_kind = False
+        self.best: Plan | None = None
         self.asked: set[str] = set()
         self.left: dict[str, Left | None] = {}
 
@@ -136,14 +138,19 @@ class Expected:
             "plan_part": LAST_PLAN_PART if policy == self.policies[-1] else PLAN_PART,
         }
 
+    def before(self, policy: str) -> Plan | None:
+        """The fastest plan, if it is of this policy: what was read and priced for it holds."""
+        return self.best if self.best is not None and self.best.remat_policy == policy else None
+
     def learn(self, policy: str, answer: Plan | Failure) -> Plan | Failure:
         """Notes what a policy gave, a plan or a failure, and returns what of it matters."""
         self.asked.add(policy)
         self.left[policy] = left_of(answer)
         self.by_kind = self.by_kind or bool(report_of(answer).get("by_kind"))
-        self.fits = self.fits or isinstance(answer, Plan)
+        if isinstance(answer, Plan) and (self.best is None or answer.cost.total_s < self.best.cost.total_s):
+            self.best = answer
         if policy not in self.policies:
-            return answer.without_tables() if isinstance(answer, Failure) and self.fits else answer
+            return answer.without_tables() if isinstance(answer, Failure) and self.best is not None else answer
         self.bound = policy != "never" and isinstance(answer, Plan) and memory_share(answer) > 0
         self.tight = self.tight or self.bound or isinstance(answer, Failure)
         return answer
