@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autoshard_ilp.costs.table import CostTable
+from autoshard_ilp.earlygathers import gathers_that_wait
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.latesums import Room, sums_waited_for
 from autoshard_ilp.report import flow_steps
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_bytes
+from autoshard_ilp.sharding import PARTIAL, Layout
 
 Choice = tuple[tuple[Layout | None, ...], tuple[Layout, ...]]
 """Layouts of an operation's operands (None: not read) and of its results."""
@@ -108,9 +109,9 @@ def decisions(graph: Graph, placement: Placement, *, room: Room | None = None, a
     Args:
         graph: of the step.
         placement: of its operations.
-        room: above what the plan holds; None: plenty. Gathers of the forward pass whose copies take more than the
-            budget leaves above the predicted peak are not to begin before their reader's other operand is there, and
-            the backward pass does not go on before it has computed sums over arrays that there is no room for.
+        room: above what the plan holds; None: plenty. Gathers of the forward pass for whose copies there is no room are
+            not to begin before their reader's other operand is there (:mod:`autoshard_ilp.earlygathers`), and the
+            backward pass does not go on before it has computed sums over arrays that there is no room for.
         axis_sizes: devices along each mesh axis.
     """
     from autoshard_ilp.apply import Decisions
@@ -127,45 +128,11 @@ def decisions(graph: Graph, placement: Placement, *, room: Room | None = None, a
                 results[op.id, j] = layout
     regather = frozenset(op.id for op in graph.ops if _gathers_again(graph, op, placement))
     via = {(op_id, operand): layouts for op_id, operand, layouts in placement.via}
-    waits, sums = frozenset[tuple[int, int]](), frozenset[int]()
-    if room is not None:
-        sums = frozenset(sums_waited_for(graph, operands, results, room, axis_sizes))
-        if room.budget_bytes is not None:
-            left = room.budget_bytes - room.peak_bytes
-            waits = frozenset(_large_gathers(graph, operands, results, left, axis_sizes))
-    return Decisions(operands, results, regather, via, waits, sums)
-
-
-def _large_gathers(
-    graph: Graph,
-    operands: Mapping[tuple[int, int], Layout],
-    results: Mapping[tuple[int, int], Layout],
-    room_bytes: int,
-    axis_sizes: Sequence[int],
-) -> Iterator[tuple[int, int]]:
-    """(op id, operand index) of gathers in the forward pass that must wait: all but the smallest, whose copies take
-    ``room_bytes`` on a device together.
-
-    Schedulers begin what depends on nothing, such as the gather of a weight, as early as they can, and copies made
-    before their time may not fit.
-    """
-    from autoshard_ilp.ties import MIN_COPY_BYTES
-
-    copies: list[tuple[int, int, int]] = []
-    for (op_id, i), layout in operands.items():
-        op = graph.ops[op_id]
-        t = graph.tensors[op.inputs[i]]
-        now = None if t.producer is None else results.get((t.producer, t.result_index))
-        if op.phase != "forward" or now is None or PARTIAL in now or PARTIAL in layout:
-            continue
-        grows = any(b == WHOLE and a != WHOLE for a, b in zip(now, layout, strict=True))
-        if grows:
-            copies.append((local_bytes(t.shape, t.itemsize, layout, axis_sizes), op_id, i))
-    early = 0
-    for copy_bytes, op_id, i in sorted(copies):
-        early += copy_bytes
-        if early > room_bytes and copy_bytes >= MIN_COPY_BYTES:
-            yield op_id, i
+    if room is None:
+        return Decisions(operands, results, regather, via)
+    sums = frozenset(sums_waited_for(graph, operands, results, room, axis_sizes))
+    waits, fit_early = gathers_that_wait(graph, operands, results, room, axis_sizes)
+    return Decisions(operands, results, regather, via, waits, sums, fit_early)
 
 
 def _gathers_again(graph: Graph, op: Op, placement: Placement) -> bool:

@@ -23,6 +23,8 @@ class Decisions:
             changes at once may gather the whole tensor; one step at a time it does what was priced.
         waits: (op id, operand index) of gathers in the forward pass that begin only once the op's other operand is
             there, so that the copy is held for less long.
+        fit_early: those of ``waits`` for whose copies there is room from the start of the step on: they wait only where
+            compilers would not combine them.
         sums: ids of gradients of biases and the like that the backward pass waits for (:mod:`autoshard_ilp.order`).
     """
 
@@ -32,6 +34,7 @@ class Decisions:
     via: Mapping[tuple[int, int], tuple[Layout, ...]] = field(default_factory=dict)
     waits: frozenset[tuple[int, int]] = frozenset()
     sums: frozenset[int] = frozenset()
+    fit_early: frozenset[tuple[int, int]] = frozenset()
 
 
 def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:

@@ -19,6 +19,7 @@ from autoshard_ilp.costs.splitk import kept_in_pieces
 from autoshard_ilp.costs.tile_shape import LANES
 from autoshard_ilp.costs.tiles import whole_rows
 from autoshard_ilp.cuts import computed_as_read
+from autoshard_ilp.earlygathers import COMBINED
 from autoshard_ilp.finished import updates_waited_for
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.inplace import waiting_updates
@@ -149,6 +150,11 @@ class Planned:
         if self._latest is None:
             self._latest = ties.anchors(self.graph, self.platform, self.can_be_looked_at)
         return self._latest.get(op.id)
+
+    def waits(self, op: Op, i: int) -> bool:
+        """Whether what a forward operation gathers waits for the other operand."""
+        decided = self.decisions
+        return (op.id, i) in decided.waits and not (self.platform in COMBINED and (op.id, i) in decided.fit_early)
 
     def can_be_looked_at(self, tensor: int) -> bool:
         """Whether every device has an equal part of a tensor: else nothing can wait for it (:meth:`_Run.after`)."""

@@ -144,11 +144,12 @@ class Values:
         """What the backward pass gathers of the forward pass, not to be had before the backward pass is there.
 
         Schedulers start collectives as early as they can, and would hold the copy from the forward pass on. Where the
-        budget leaves no room for that, what the forward pass gathers waits for the other operand of its reader.
+        budget leaves no room for that, what the forward pass gathers waits for the other operand of its reader
+        (:mod:`autoshard_ilp.earlygathers`).
         """
         tensor = op.inputs[i]
         t, now = self.graph.tensors[tensor], self.plan.layout(tensor)
-        if (op.id, i) in self.plan.decisions.waits:
+        if self.plan.waits(op, i):
             other = ties.beside(self.graph, op, i, self.plan.known())
             tied = None if other is None or not frame.has(other) else self.after(frame, op, value, tensor, other)
             return value if tied is None else tied
