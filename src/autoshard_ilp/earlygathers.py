@@ -25,7 +25,8 @@ COMBINED = frozenset({"gpu"})
 """Platforms whose compilers combine gathers."""
 
 MARGIN = 1 / 8
-"""Share of the budget that stays free meanwhile."""
+"""Share of the budget that stays free meanwhile: a compiled step's memory follows the predicted one only roughly, and
+copies freed late meet the peak (two layers of BERT under a tight budget: 1.03 of it without, 1.02 as if all waited)."""
 
 Layouts = Mapping[tuple[int, int], Layout]
 Gather = tuple[int, int, int]
