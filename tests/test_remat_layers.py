@@ -389,14 +389,17 @@ def test_where_recomputation_takes_most_half_of_the_blocks_are_tried_first(
     assert planner.asked[2:5] == [f"selective:{k}" for k in asked]
 
 
-@pytest.mark.parametrize(("share", "asked"), [(0.05, ["12"]), (0.2, ["14"]), (0.01, [])])
+@pytest.mark.parametrize(
+    ("share", "dear", "asked"), [(0.05, 0.001, ["12"]), (0.2, 0.001, ["14"]), (0.01, 0.001, []), (0.05, 0.04, [])]
+)
 def test_where_a_plan_takes_long_the_first_step_saves_just_enough(
-    share: float, asked: list[str], any_plan: Plan
+    share: float, dear: float, asked: list[str], any_plan: Plan
 ) -> None:
-    """A hundredth of the step: four of 16 blocks that take a twentieth; an eighth of them in any case."""
+    """A hundredth of the step: four of 16 blocks that take a twentieth; an eighth of them in any case, which alone is
+    tried where the budget adds much."""
     planner = _Planner(16, 8, any_plan, seconds={"never": 0.0, "selective": 1.0, "full": 0.0})
     clock = functools.partial(next, itertools.count(0.0, 5.0))
-    means = {"share": lambda plan: share, "dear": lambda plan: 0.001}
+    means = {"share": lambda plan: share, "dear": lambda plan: dear}
     search(("never", "selective"), planner, lambda failed: 16, 1e6, clock, **means)
     assert planner.asked[2:] == [f"selective:{k}" for k in asked]
 

@@ -227,10 +227,11 @@ class FewerBlocks:
     def _down(self) -> Any:
         """By an eighth, two, four, ...; half-way once a number is known that is too small, and from the beginning
         where recomputation takes by far more than the budget adds, and one plan is quick. Where it takes long, the
-        first step is as small as may save enough: of many blocks less, memory shows no plan in time."""
+        first step is then as small as may save enough: of many blocks less, memory shows no plan in time."""
         added = self.means.dear(self.every) * self.every.cost.total_s
-        half = added < LITTLE_ADDED * self.recomputed_s and not self.long
-        jump = max(self.eighth, self._worth_blocks() if self.long else 0)
+        little = added < LITTLE_ADDED * self.recomputed_s
+        half = little and not self.long
+        jump = max(self.eighth, self._worth_blocks() if little and self.long else 0)
         while True:
             yield self._middle() if self.low or half else max(1, self.high - jump)
             jump *= 2
