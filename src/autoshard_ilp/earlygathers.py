@@ -72,20 +72,17 @@ def _that_fit(
 ) -> Iterator[tuple[int, int]]:
     """Those of ``waiting`` for whose copies there is room from the start of the step on, the first read first."""
     assert room.budget_bytes is not None
-    ends: dict[str, float] = {}
-    for s in room.course.segments:
-        if s.phase == "forward":
-            ends[s.layer] = s.end_s
-    if not ends:
+    ends = {s.layer: s.end_s for s in room.course.segments if s.phase == "forward"}
+    if not (ends and waiting):
         return
+    last = max(ends.values())
     layer_of = layers_of((op.scope for op in graph.ops), (op.scope for op in graph.ops if op.phase == "forward"))
     at_s = np.array(room.course.at_s)
     free = int(room.budget_bytes * (1 - MARGIN)) - np.array(room.course.total_bytes(), np.int64)
 
     def until(gather: Gather) -> int:
-        return int(np.searchsorted(at_s, ends.get(layer_of[graph.ops[gather[1]].scope], ends_last), "left"))
+        return int(np.searchsorted(at_s, ends.get(layer_of[graph.ops[gather[1]].scope], last), "left"))
 
-    ends_last = max(ends.values())
     waits = set(waiting)
     for gather in gathers:
         if gather not in waits:
