@@ -32,9 +32,10 @@ def signature_of(step: Step) -> dict[str, Any]:
 
     Returns:
         "args": structure of a function's arguments, or of a Keras model's batch (None where it holds classes of its
-        own); "donated": positions, for a function; "versions": of what traced it.
+        own); "donated": positions, for a function; "versions": of what traced it; "one_copy": whether equal casts
+        of a variable are one (:mod:`autoshard_ilp.equal`).
     """
-    keeps: dict[str, Any] = {"versions": _versions(step.traced is not None)}
+    keeps: dict[str, Any] = {"versions": _versions(step.traced is not None), "one_copy": step.one_copy}
     if step.traced is not None:
         return {**keeps, "args": structure.encode(tuple(step.args[1]))}
     return {**keeps, "args": structure.encode(tuple(step.args)), "donated": list(step.donated)}
@@ -113,6 +114,7 @@ def _model_step(plan: Plan, model: Any, options: Mapping[str, Any]) -> Step:
     from autoshard_ilp.step import trace_step
 
     known: dict[str, Any] = {"batch_size": plan.batch_size, "mode": plan.mode, "remat": plan.remat_policy}
+    known["one_copy"] = plan.one_copy
     stored = plan.signature.get("args")
     # The remembered batch stands for what the caller leaves out; a batch of his own replaces all of it.
     if stored is not None and not any(options.get(name) is not None for name in _BATCH):
@@ -159,7 +161,7 @@ def _function_step(plan: Plan, fn: Any, args: tuple[Any, ...] | None = None, **u
             f"A plan fits the function it was made for. Planned: a function of {len(plan.arguments)} arrays, "
             f"{', '.join(leaf.path for leaf in plan.arguments[:4])}, ... Received: {error}"
         ) from error
-    return step_of(traced, traced.args, traced.donated)
+    return step_of(traced, traced.args, traced.donated, one_copy=plan.one_copy)
 
 
 # -- what differs ------------------------------------------------------------------------------------------------------

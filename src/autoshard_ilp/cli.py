@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +50,7 @@ from autoshard_ilp.console import (
     say,
     width,
 )
-from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError, PlanFileError
+from autoshard_ilp.errors import InfeasibleError, InputShapeError, PlanFileError
 
 
 class _Commands(typer.core.TyperGroup):
@@ -242,7 +242,7 @@ def verify(
     with contextlib.redirect_stdout(sys.stderr):
         factory = factory_of(model or str(origin["model"]), sequence_length)
         bound = stored.bind(factory, sequence_length=sequence_length)
-        checked = _compiled(bound, str(where), _seconds_of(stored))
+        checked = _compiled(bound, str(where))
     if hlo is not None:
         keep(hlo, checked.text.encode())
     if as_json:
@@ -250,10 +250,10 @@ def verify(
     return print_text(checked.summary(width(), only_ascii=only_ascii()))
 
 
-def _compiled(bound: Any, target: str, seconds: Any) -> Any:
+def _compiled(bound: Any, target: str) -> Any:
     try:
         with quiet_native_logs():
-            return bound.verify(target, seconds=seconds)
+            return bound.verify(target)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -268,28 +268,6 @@ def _virtual_cpu_devices(count: int) -> None:
 
     with contextlib.suppress(RuntimeError):  # backends already run; the target's own check says what to do
         jax.config.update("jax_num_cpu_devices", count)
-
-
-def _seconds_of(stored: Any) -> Callable[[str, tuple[str, ...], int], float | None] | None:
-    """The cost model of a plan's hardware, to price compiled collectives; None when its profile cannot be found."""
-    from autoshard_ilp.costs.collectives import CollectiveCosts
-    from autoshard_ilp.costs.profile import COLLECTIVE_KINDS, load_profile
-    from autoshard_ilp.costs.topology import MeshLinks
-
-    name, _, shape = str(stored.origin.get("hardware") or stored.hardware).partition(":")
-    try:
-        profile = load_profile(name)
-    except AutoshardError:
-        return None
-    names = stored.mesh.axis_names
-    costs = CollectiveCosts(MeshLinks.create(profile, names, stored.mesh.axis_sizes, shape or None))
-
-    def seconds(kind: str, axes: tuple[str, ...], payload_bytes: int) -> float | None:
-        if kind not in COLLECTIVE_KINDS:
-            return None
-        return float(costs.seconds(kind, tuple(names.index(axis) for axis in axes), payload_bytes))
-
-    return seconds
 
 
 def _verification(checked: Any) -> dict[str, Any]:

@@ -84,6 +84,7 @@ def optimize_fn(
         InfeasibleError: no plan fits the budget and the pins; carries the smallest budget that does.
     """
     from autoshard_ilp import agreement, processes
+    from autoshard_ilp.equal import has_one_copy
     from autoshard_ilp.planning import plan_step
     from autoshard_ilp.program.ahead import compile_ahead
     from autoshard_ilp.progress import Progress
@@ -98,7 +99,9 @@ def optimize_fn(
         with shown.stage("trace"):
             traced = trace_function(fn, args, donate_argnums)
         with shown.stage("graph"):
-            step = step_of(traced, traced.args, traced.donated, while_trip_count=while_trip_count)
+            one_copy = has_one_copy(request.profile)
+            own = traced, traced.args, traced.donated
+            step = step_of(*own, while_trip_count=while_trip_count, one_copy=one_copy)
         with processes.together("planning a function") as meeting:
             plan = agreement.planned_once(
                 meeting,

@@ -49,6 +49,9 @@ SUMS_TOO = frozenset({"tpu"})
 METRICS_FIRST = frozenset({"tpu"})
 """Where the backward pass waits for metrics, and for sums over the gradient that it begins with."""
 
+LOSSES_FIRST = frozenset({"gpu"})
+"""Where the backward pass waits for the values of losses."""
+
 
 @dataclass(frozen=True)
 class Order:
@@ -123,7 +126,8 @@ def order_of(graph: Graph, platform: str, late_sums: Collection[int] = ()) -> Or
                 pending = []
                 if left:
                     waits[op.id, at] = left
-    for place, before in (*sums.items(), *first.waits.items()):
+    losses = _losses_first(graph) if platform in LOSSES_FIRST else {}
+    for place, before in (*losses.items(), *sums.items(), *first.waits.items()):
         waits[place] = (*before, *waits.get(place, ()))
     looked_at = frozenset(p for left in waits.values() for p in left)
     return Order(looked_at, waits, first.early, frozenset(all_sums) & looked_at)
@@ -175,6 +179,78 @@ def _metrics_first(graph: Graph) -> Order:
     if not metrics:
         return Order()
     return Order(frozenset(metrics), {(op.id, operand): tuple(metrics)}, {op.id: tuple(sorted(early))})
+
+
+def _losses_first(graph: Graph) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Operand of the backward pass -> reductions of the forward pass, computed before it, that it does not need.
+
+    The operand is the cotangent that it reads together with what the reduction is computed from, before that is
+    broadcast.
+    """
+    needed = _needed_by_backward(graph)
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    for op in graph.ops:
+        if op.phase != "forward" or op.region or not op.primitive.startswith(REDUCTIONS) or op.eqn is None:
+            continue
+        large = max((graph.tensors[t].bytes for t in op.inputs), default=0) >= MIN_COPY_BYTES
+        if not large or needed[op.outputs[0]] or not may_anchor(graph, op.outputs[0]):
+            continue
+        place = _first_cotangent(graph, _computed_from(graph, op))
+        if place is not None:
+            found[place] = (*found.get(place, ()), op.id)
+    return found
+
+
+def _needed_by_backward(graph: Graph) -> list[bool]:
+    """Per tensor, whether the backward pass computes something from it."""
+    needed = [False] * len(graph.tensors)
+    for op in reversed(graph.ops):
+        if op.phase == "backward" or any(needed[t] for t in op.outputs):
+            for t in op.inputs:
+                needed[t] = True
+    return needed
+
+
+def _computed_from(graph: Graph, op: Op) -> frozenset[int]:
+    """Tensors that an operation is computed from elementwise or by reductions, from products or look-ups on."""
+    reached = list(op.inputs)
+    seen = set(reached)
+    for t in reached:  # grows on the way
+        producer = graph.tensors[t].producer
+        made = None if producer is None else graph.ops[producer]
+        if made is not None and (fusible(made) or made.primitive.startswith(REDUCTIONS)):
+            new = [i for i in made.inputs if i not in seen]
+            seen.update(new)
+            reached += new
+    return frozenset(seen)
+
+
+def _first_cotangent(graph: Graph, values: frozenset[int]) -> tuple[int, int] | None:
+    """Where the backward pass first reads a cotangent together with one of ``values``; None where it does not."""
+    for op in graph.ops:
+        if op.phase != "backward" or op.region or op.eqn is None or op.params.get("recomputed"):
+            continue
+        if not any(graph.behind(t, VIEWS) in values for t in op.inputs):
+            continue
+        for i, t in enumerate(op.inputs):
+            at = _before_broadcast(graph, op, i)
+            producer = graph.tensors[t].producer
+            made = None if producer is None else graph.ops[producer]
+            if made is not None and made.phase == "backward" and made.primitive not in PSEUDO_OPERATIONS:
+                return at
+    return None
+
+
+def _before_broadcast(graph: Graph, op: Op, operand: int) -> tuple[int, int]:
+    """The operand itself or, where that is broadcast, what is."""
+    while True:
+        producer = graph.tensors[op.inputs[operand]].producer
+        made = None if producer is None else graph.ops[producer]
+        if made is None or made.phase != "backward" or made.eqn is None or made.region:
+            return op.id, operand
+        if made.primitive not in ("broadcast_in_dim", *VIEWS) or not made.inputs:
+            return op.id, operand
+        op, operand = made, 0
 
 
 def _sums_first(graph: Graph, only: list[bool]) -> dict[tuple[int, int], tuple[int, ...]]:

@@ -114,6 +114,11 @@ class Plan:
     executable: Step | None = field(default=None, repr=False)
     trail: Trail | None = field(default=None, repr=False)
 
+    @property
+    def one_copy(self) -> bool:
+        """Whether equal casts of a variable are one operation of its graph (:mod:`autoshard_ilp.equal`)."""
+        return bool(self.signature.get("one_copy", False))
+
     # -- layouts -----------------------------------------------------------------------------------------------------
 
     @cached_property

@@ -12,6 +12,7 @@ from typing import Any
 from autoshard_ilp.agreement import facts_of_step, planned_once
 from autoshard_ilp.anyplan import any_plan
 from autoshard_ilp.attempt import Failure, assemble, attempt, free_peak_bytes, left_of, report_of
+from autoshard_ilp.equal import has_one_copy
 from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.halving import Left
 from autoshard_ilp.plan import Plan
@@ -52,10 +53,11 @@ def plan_traced(
         PlanMismatchError: the processes of a job are about to plan different things.
     """
 
-    whole = functools.cache(lambda: whole_graph(traced, while_trip_count))
+    one_copy = has_one_copy(request.profile)
+    whole = functools.cache(lambda: whole_graph(traced, while_trip_count, one_copy=one_copy))
 
     def step(policy: str) -> Step:
-        return graph_of(traced, policy, while_trip_count, whole())
+        return graph_of(traced, policy, while_trip_count, whole(), one_copy=one_copy)
 
     with together("planning") as meeting:
         return planned_once(

@@ -27,6 +27,7 @@ class Step:
         remat: rematerialisation policy that the graph was rewritten under.
         while_trip_count: as asked for; None: every while loop's own.
         blocks: parts of the forward pass that may recompute, each by a policy of its own.
+        one_copy: equal casts of a variable were merged whatever reads them (:mod:`autoshard_ilp.equal`).
     """
 
     graph: Graph
@@ -37,6 +38,7 @@ class Step:
     remat: str = "never"
     while_trip_count: int | None = None
     blocks: int = 1
+    one_copy: bool = False
 
 
 @old_objects_left()
@@ -60,21 +62,27 @@ def trace(model: Any, mesh: MeshSpec, **options: Any) -> Any:
 
 
 def trace_step(model: Any, mesh: MeshSpec, **options: Any) -> tuple[Step, Any]:
-    """Trace and graph in one go; ``remat`` among the options."""
-    remat = options.pop("remat", "never")
+    """Trace and graph in one go; ``remat`` and ``one_copy`` among the options."""
+    remat, one_copy = options.pop("remat", "never"), options.pop("one_copy", False)
     traced = trace(model, mesh, **options)
-    return graph_of(traced, remat), traced
+    return graph_of(traced, remat, one_copy=one_copy), traced
 
 
 def graph_of(
-    traced: Any, remat: str = "never", while_trip_count: int | None = None, whole: Graph | None = None
+    traced: Any,
+    remat: str = "never",
+    while_trip_count: int | None = None,
+    whole: Graph | None = None,
+    *,
+    one_copy: bool = False,
 ) -> Step:
-    """The graph of a Keras step, hubs inserted; ``whole`` as in :func:`step_of`."""
-    return step_of(traced, (traced.state, traced.batch), (0,), traced, remat, while_trip_count, whole)
+    """The graph of a Keras step, hubs inserted; ``whole`` and ``one_copy`` as in :func:`step_of`."""
+    args = traced.state, traced.batch
+    return step_of(traced, args, (0,), traced, remat, while_trip_count, whole, one_copy=one_copy)
 
 
 @collector_paused()
-def whole_graph(infos: Any, while_trip_count: int | None = None) -> Graph:
+def whole_graph(infos: Any, while_trip_count: int | None = None, *, one_copy: bool = False) -> Graph:
     """The graph of a traced step before rematerialisation and hubs: the same under every policy."""
     from autoshard_ilp.equal import merge_equal_casts
     from autoshard_ilp.flatten import build_graph
@@ -87,7 +95,7 @@ def whole_graph(infos: Any, while_trip_count: int | None = None) -> Graph:
         aliases=infos.aliases,
         while_trip_count=while_trip_count,
     )
-    return merge_groups(merge_equal_casts(graph))
+    return merge_groups(merge_equal_casts(graph, one_copy))
 
 
 def check_trip_count(while_trip_count: Any) -> int | None:
@@ -126,6 +134,8 @@ def step_of(
     remat: str = "never",
     while_trip_count: int | None = None,
     whole: Graph | None = None,
+    *,
+    one_copy: bool = False,
 ) -> Step:
     """The graph of any traced step, hubs inserted.
 
@@ -137,12 +147,13 @@ def step_of(
         remat: rematerialisation policy.
         while_trip_count: iterations that each ``while_loop`` is priced at; None: what its constants say, else 1.
         whole: what :func:`whole_graph` gives for this step, where it is known.
+        one_copy: as :func:`autoshard_ilp.equal.has_one_copy` says of the hardware.
     """
     from autoshard_ilp.blocks import Blocks
     from autoshard_ilp.graph import insert_hubs
     from autoshard_ilp.remat import rematerialise
 
-    graph = whole_graph(infos, while_trip_count) if whole is None else whole
+    graph = whole_graph(infos, while_trip_count, one_copy=one_copy) if whole is None else whole
     blocks = Blocks(graph)
     planned = insert_hubs(rematerialise(graph, remat, blocks))
-    return Step(planned, args, infos.out_tree, donated, traced, remat, while_trip_count, blocks.count)
+    return Step(planned, args, infos.out_tree, donated, traced, remat, while_trip_count, blocks.count, one_copy)

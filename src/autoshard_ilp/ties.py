@@ -165,7 +165,7 @@ def never(gradient: Any, spec: PartitionSpec, mesh: Any) -> Any:
 
 def tied(value: Any, unavailable: Any) -> Any:
     """``value``, bit for bit, but not before the scalar ``unavailable`` (of :func:`never`) is known."""
-    return jnp.where(unavailable, jnp.zeros((), value.dtype), value)
+    return jnp.where(unavailable, jnp.ones((), value.dtype), value)
 
 
 def can_tie(op: Op, value: Any) -> bool:

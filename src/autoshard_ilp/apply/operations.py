@@ -17,7 +17,7 @@ from autoshard_ilp.apply.planned import Planned
 from autoshard_ilp.apply.values import Frame, Values
 from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.precision import added_up_wide
-from autoshard_ilp.costs.primitives import PRODUCTS
+from autoshard_ilp.costs.primitives import PRODUCTS, VIEWS
 from autoshard_ilp.graph import Op
 from autoshard_ilp.lookup import along_inner, look_up
 from autoshard_ilp.order import SCATTERED_ONLY
@@ -30,6 +30,9 @@ MIRRORED_HERE = frozenset({"gpu"})
 
 ZEROS_LATE = frozenset({"gpu"})
 """Platforms on which what gradients are added up in is not to be written before they are there."""
+
+VIEWED_FREELY = frozenset({"gpu"})
+"""Platforms whose products read transposed operands as they are, so that a view is no copy."""
 
 
 class Operations:
@@ -352,12 +355,25 @@ class Operations:
         else:
             self.values.write(frame, op, 0, self.values.read(frame, op, 0))
 
+    def only_viewed(self, op: Op) -> bool:
+        """Whether what is recomputed are views of a tensor at most, which the backward pass may have at any time."""
+        if op.primitive != "recompute" or self.plan.platform not in VIEWED_FREELY:
+            return False
+        reached = list(op.outputs)
+        for t in reached:  # grows on the way
+            for reader in self.graph.readers(t):
+                if reader.params.get("recomputed"):
+                    if reader.primitive not in VIEWS:
+                        return False
+                    reached += reader.outputs
+        return True
+
     def tied(self, op: Op, frame: Frame) -> Any:
         """The operand of a hub or recompute, in its own layout, unavailable before a value of the backward pass is."""
         plan, tensor = self.plan, op.inputs[0]
         value = self.values.value(frame, tensor)
         anchor = plan.anchor(op)
-        if anchor is None:
+        if anchor is None or self.only_viewed(op):
             return value
         tied = self.values.after(frame, op, value, tensor, anchor)
         if tied is not None:

@@ -96,7 +96,8 @@ def search_mesh(
     with Progress(progress).running() as shown:
         source = trace_for(model, [count for _, count in kinds.values()], shown, options)
         policies = remat_policies(remat, mode)
-        search = Search(source, policies, shown, prune, rank, prices or {})
+        different = source.different(policies, next(iter(requests.values())).profile, shown)
+        search = Search(source, different, shown, prune, rank, prices or {})
         for name, (_, count) in kinds.items():
             search.group(name, count, {sizes: r for (n, sizes), r in requests.items() if n == name})
     return search.result()
@@ -209,7 +210,7 @@ class Search:
         prices: Mapping[str, float],
     ) -> None:
         self.source, self.progress, self.prune, self.rank, self.prices = source, progress, prune, rank, prices
-        self.policies = source.different(tuple(policies), progress)
+        self.policies = tuple(policies)
         self.found: list[Candidate] = []
         self.errors: list[InfeasibleError] = []
         self.interrupted = False

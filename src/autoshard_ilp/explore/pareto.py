@@ -216,7 +216,8 @@ def pareto(
             aim, chosen = "step_time" if objective is None else objective, "auto" if remat is None else remat
             source, request, policies = _of_model(model, mesh, options, hardware, pins, aim, solver, chosen, shown)
         deadline = time.monotonic() + (math.inf if time_limit is None else time_limit)
-        problems = [Policy(source.problem(p, request, shown)) for p in source.different(policies, shown, between=True)]
+        different = source.different(policies, request.profile, shown, between=True)
+        problems = [Policy(source.problem(p, request, shown)) for p in different]
         search = Frontier(problems, max_points, deadline, shown)
         return _at_budgets(search, sizes, source, request) if sizes else _breakpoints(search, source, request)
 

@@ -221,7 +221,7 @@ def _least(source: Source, request: Any, policies: Sequence[str], progress: Any)
     from autoshard_ilp.program import minimum_capacity
 
     lower, upper = math.inf, None
-    for policy in reversed(source.different(tuple(policies), progress)):
+    for policy in reversed(source.different(tuple(policies), request.profile, progress)):
         problem = source.problem(policy, request, progress)
         with progress.stage("solve"):
             low, high, _ = minimum_capacity(problem.program, request.solver, enough=request.capacity)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
+from autoshard_ilp.equal import has_one_copy
 from autoshard_ilp.explore.again import Problem, problem_of, reprice
 from autoshard_ilp.plan import Plan
 
@@ -20,8 +20,9 @@ class Source:
     Attributes:
         infos: the trace.
         mode, batch_size, origin, notes: of the plans made from it.
-        steps: graphs by rematerialisation policy, built when asked for.
+        steps: graphs by rematerialisation policy and by whether equal casts are one copy, built when asked for.
         while_trip_count: as for ``optimize``.
+        wholes: graphs before rematerialisation, by whether equal casts are one copy.
     """
 
     infos: Any
@@ -29,8 +30,9 @@ class Source:
     batch_size: int
     origin: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    steps: dict[str, Any] = field(default_factory=dict)
+    steps: dict[tuple[str, bool], Any] = field(default_factory=dict)
     while_trip_count: int | None = None
+    wholes: dict[bool, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of_model(model: Any, mesh: Any, progress: Any, **options: Any) -> Source:
@@ -54,19 +56,22 @@ class Source:
 
         plan = with_trail(plan)
         problem = problem_of(plan)
-        steps = {plan.remat_policy: problem.step}
-        count = problem.step.while_trip_count
-        return Source(problem.infos, plan.mode, plan.batch_size, plan.origin, plan.notes, steps, count)
+        steps = {(plan.remat_policy, problem.step.one_copy): problem.step}
+        what = problem.infos, plan.mode, plan.batch_size, plan.origin, plan.notes, steps
+        return Source(*what, problem.step.while_trip_count)
 
     def problem(self, policy: str, request: Any, progress: Any) -> Problem:
         """The step under a rematerialisation policy, priced for a mesh."""
-        return reprice(self.step(policy, progress), self.infos, request, progress)
+        return reprice(self.step(policy, request.profile, progress), self.infos, request, progress)
 
-    def different(self, policies: tuple[str, ...], progress: Any, between: bool = False) -> tuple[str, ...]:
+    def different(
+        self, policies: tuple[str, ...], profile: Any, progress: Any, between: bool = False
+    ) -> tuple[str, ...]:
         """The policies without those that change nothing, or nothing that another one does not.
 
         Args:
             policies: in order.
+            profile: of the hardware, or of one of them.
             progress: an :class:`autoshard_ilp.progress.Progress`.
             between: with several policies, also some that recompute only the first blocks.
         """
@@ -76,34 +81,34 @@ class Source:
         if len(policies) < 2:
             return policies
         kept = [policies[0]]
-        seen = {fingerprint(self.step(policies[0], progress).graph)}
+        seen = {fingerprint(self.step(policies[0], profile, progress).graph)}
         for policy in policies[1:]:
-            step = self.step(policy, progress)
+            step = self.step(policy, profile, progress)
             if not recomputed_layers(step.graph):
                 continue
             rest = kept[-1].partition(":")[0]
             fewer = [str(Policy(policy, k, rest)) for k in blocks_between(step.blocks)] if between else []
             for one in (*fewer, policy):
-                graph = fingerprint(self.step(one, progress).graph)
+                graph = fingerprint(self.step(one, profile, progress).graph)
                 if graph not in seen:
                     kept.append(one)
                     seen.add(graph)
         return tuple(kept)
 
-    def step(self, policy: str, progress: Any) -> Any:
-        """The graph under a rematerialisation policy."""
-        from autoshard_ilp.step import graph_of
+    def step(self, policy: str, profile: Any, progress: Any) -> Any:
+        """The graph under a rematerialisation policy, as it is for hardware of a profile."""
+        from autoshard_ilp.step import graph_of, whole_graph
 
-        if policy not in self.steps:
+        one = has_one_copy(profile)
+        if self.mode == "function":  # its plan's, which has the only policy
+            return next(iter(self.steps.values()))
+        if (policy, one) not in self.steps:
             with progress.stage("graph"):
-                self.steps[policy] = graph_of(self.infos, policy, self.while_trip_count, self._whole)
-        return self.steps[policy]
-
-    @cached_property
-    def _whole(self) -> Any:
-        from autoshard_ilp.step import whole_graph
-
-        return whole_graph(self.infos, self.while_trip_count)
+                if one not in self.wholes:
+                    self.wholes[one] = whole_graph(self.infos, self.while_trip_count, one_copy=one)
+                own = (self.infos, policy, self.while_trip_count, self.wholes[one])
+                self.steps[policy, one] = graph_of(*own, one_copy=one)
+        return self.steps[policy, one]
 
 
 def blocks_between(blocks: int) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoshard_ilp.equal import has_one_copy
 from autoshard_ilp.explore.again import (
     FailedProblem,
     Known,
@@ -129,7 +130,7 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
     from autoshard_ilp.planning import Expected, needed_share, with_history
     from autoshard_ilp.rematsearch import DEAR_SHARE, SOME_SHARE, blocks_of, memory_share, recomputed_share, search
 
-    known = _attempts(plan)
+    known = _attempts(plan, request)
     if _still_best(plan, request, policies):
         assert plan.trail is not None
         own = problem_of(plan)
@@ -202,10 +203,12 @@ def _others_fit(plan: Plan, known: Mapping[str, _Attempt], request: Any, progres
     return any(isinstance(answer, Plan) or not is_infeasible(answer) for answer in answers)
 
 
-def _attempts(plan: Plan) -> dict[str, _Attempt]:
-    """Problems of this step that are priced already, by rematerialisation policy."""
-    trail = plan.trail
-    assert trail is not None
+def _attempts(plan: Plan, request: Any) -> dict[str, _Attempt]:
+    """Problems of this step that are priced already, by rematerialisation policy; none where its graph is another."""
+    trail, step = plan.trail, plan.executable
+    assert trail is not None and step is not None
+    if step.traced is not None and step.one_copy != has_one_copy(request.profile):
+        return {}
     found = {plan.remat_policy: _Attempt(problem_of(plan), trail.solution)}
     for f in trail.failures:
         own = f.problem if isinstance(f, FailedProblem) else None
@@ -236,7 +239,7 @@ def _again(
         assert plan.executable is not None
         traced = plan.executable.traced
         with progress.stage("graph"):
-            step = graph_of(traced, policy, plan.executable.while_trip_count)
+            step = graph_of(traced, policy, plan.executable.while_trip_count, one_copy=has_one_copy(request.profile))
         first = reprice(step, traced, request, progress)
     else:
         first = adapted(known.problem, request, progress)

@@ -220,7 +220,8 @@ class Runtime:
                 f"Pass such batches (of any size), or plan for these. ({error})"
             ) from error
         try:
-            step = graph_of(traced, self.plan.remat_policy if mode == "train" else "never")
+            policy = self.plan.remat_policy if mode == "train" else "never"
+            step = graph_of(traced, policy, one_copy=self.plan.one_copy)
             base = self.bases.get(mode)
             plan = programs.at_other_shapes(base, step) if base is not None else None
             if plan is None:

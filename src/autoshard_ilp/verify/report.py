@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,9 @@ from autoshard_ilp.verify.compiled import compile_planned, flops_per_device, mem
 from autoshard_ilp.verify.diff import Difference, differences
 from autoshard_ilp.verify.hlo import CompiledCollective, parse_collectives
 from autoshard_ilp.verify.hlo_text import parse_module
+from autoshard_ilp.verify.prices import SecondsOf, plan_seconds
 from autoshard_ilp.verify.replica_groups import IRREGULAR
 from autoshard_ilp.verify.targets import Target, compile_only_mesh, parse_target, sized
-
-#: ``seconds(kind, mesh_axes, payload_bytes)``: time of one collective; the payload is ``S`` of ``verify/hlo.py``.
-SecondsOf = Callable[[str, tuple[str, ...], int], float | None]
 
 # A compiler may write an all-reduce as reduce-scatter and all-gather, or the reverse: the ring bytes are equal.
 _EQUIVALENT = {
@@ -358,21 +356,6 @@ def compare_collectives(
     return tuple(order)
 
 
-def _plan_seconds(plan: Any, axis_names: Sequence[str]) -> SecondsOf | None:
-    """The cost model that a plan was made with, ``plan.trail.costs.collectives``; a loaded plan has none."""
-    costs = getattr(getattr(plan, "trail", None), "costs", None)
-    model = getattr(costs, "collectives", None)
-    if model is None:
-        return None
-
-    def seconds(kind: str, axes: tuple[str, ...], payload_bytes: int) -> float | None:
-        if kind == "collective-broadcast":  # no plan has any, and no profile a price for it
-            return None
-        return float(model.seconds(kind, tuple(axis_names.index(axis) for axis in axes), payload_bytes))
-
-    return seconds
-
-
 def verify(
     plan: Any, target: str | Target | None = None, *, mesh: Any | None = None, seconds: SecondsOf | None = None
 ) -> Verification:
@@ -383,7 +366,7 @@ def verify(
             and ``cost``.
         target: such as ``"tpu-v5e:4x4"`` or ``"h100:8"``; None: the devices of the plan's own mesh.
         mesh: a ``jax.sharding.Mesh`` to compile for in place of a target.
-        seconds: time of one compiled collective; None: the plan's own cost model, where it still has it.
+        seconds: time of one compiled collective; None: the plan's own cost model.
 
     Raises:
         InputShapeError: ``seconds`` is no function.
@@ -418,7 +401,7 @@ def verify(
             collectives,
             spec.axis_names,
             spec.axis_sizes,
-            seconds or _plan_seconds(plan, spec.axis_names),
+            seconds or plan_seconds(plan),
         ),
         collectives=collectives,
         predicted_peak_bytes=None if predicted_peak is None else int(predicted_peak),
