@@ -27,6 +27,7 @@ from autoshard_ilp.costs.primitives import (
     VIEWS,
     WINDOWS,
     fusible,
+    slow_on_gpus,
 )
 from autoshard_ilp.costs.written import (
     COMPARISONS,
@@ -252,6 +253,7 @@ def _needs_buffer(
     stored = [False] * len(graph.tensors)
     drawn = [False] * len(graph.tensors)  # from random bits, inside a fusion
     costly = [False] * len(graph.tensors)  # from a transcendental function, inside a fusion
+    slow = [False] * len(graph.tensors)  # from one of its own size that XLA:GPU computes once
     behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
     donated = written_in_place(graph, root)
     kept: Collection[int] = range(len(graph.ops))
@@ -261,7 +263,7 @@ def _needs_buffer(
         if op.primitive in VIEWS:
             for position, out in enumerate(op.outputs):
                 source = op.inputs[min(position, len(op.inputs) - 1)]
-                drawn[out], costly[out] = drawn[source], costly[source]
+                drawn[out], costly[out], slow[out] = drawn[source], costly[source], slow[source]
             continue
         inside = [root[t] for t in op.inputs if not stored[root[t]]]
         random = op.primitive in RANDOM or any(drawn[t] for t in inside)
@@ -270,9 +272,13 @@ def _needs_buffer(
         mine = _leaves(graph, root, stored, behind, op)
         for t in op.outputs:
             drawn[t], costly[t], behind[t] = random, dear, mine
+            own = graph.tensors[t]
+            slow[t] = slow_on_gpus(op.primitive, own.itemsize) or any(
+                slow[i] and math.prod(graph.tensors[i].shape) == math.prod(own.shape) for i in inside
+            )
             if op.primitive in ("argument", "constant"):
                 stored[t] = True
-            elif not graph.tensors[t].shape or not readers[t]:
+            elif not own.shape or not readers[t]:
                 stored[t] = False
             elif not fusible(op):
                 stored[t] = True
@@ -281,7 +287,7 @@ def _needs_buffer(
             else:
                 anew = not random or family == "tpu"
                 if dear and anew:  # only where less is read than what is kept
-                    anew = family == "gpu" and again and _size(graph, mine) < graph.tensors[t].bytes
+                    anew = family == "gpu" and again and not slow[t] and _size(graph, mine) < own.bytes
                 stored[t] = any(not _fuses_operand(r, family, again) for r in readers[t]) or (
                     not anew and len({r.id for r in readers[t]}) > 1
                 )

@@ -27,9 +27,9 @@ TRANSCENDENTAL = frozenset(
     lgamma digamma
     """.split()  # noqa: SIM905
 )
-"""Elementwise operations that XLA:CPU does not compute in several kernels. XLA:TPU does, and XLA:GPU where that reads
-fewer bytes than the result has: float32 exponentials of bfloat16 logits. Divisions and square roots are on XLA's list
-of dear operations as well, but are duplicated freely."""
+"""Elementwise operations that XLA:CPU does not compute in several kernels. XLA:TPU does, and XLA:GPU computes some of
+them anew (:func:`slow_on_gpus`). Divisions and square roots are on XLA's list of dear operations as well, but are
+duplicated freely."""
 
 LONG = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
 """What XLA expands to polynomials of a hundred instructions: XLA:TPU too may compute these once for several kernels."""
@@ -44,6 +44,21 @@ UNFUSIBLE = frozenset(
     """.split()  # noqa: SIM905
 )
 """Operations that read their operands from memory and write their result to memory."""
+
+_QUICK_ON_GPUS = frozenset({"exp", "exp2", "erf", "erfc"})
+_QUICK_ON_GPUS_IN_16_BITS = _QUICK_ON_GPUS | {"log", "log2", "logistic"}
+
+
+def slow_on_gpus(primitive: str, itemsize: int) -> bool:
+    """Whether XLA:GPU writes what a function makes for several kernels, however little it reads for it.
+
+    Exponentials are computed anew where that reads fewer bytes than the result has, such as float32 exponentials of
+    bfloat16 logits; so are error functions, and logarithms in 16 bits. Not so the others: compiled for h100, the
+    ``tanh`` of a sum of two broadcast arrays (additive attention) is written, 16 times as large as both.
+    """
+    quick = _QUICK_ON_GPUS if itemsize > 2 else _QUICK_ON_GPUS_IN_16_BITS
+    return primitive in TRANSCENDENTAL and primitive not in quick
+
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 """XLA:TPU computes operands of these inside the kernel: an activation function is not written for the product after it,
