@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,14 @@ def class_masks(table: Any, allowed: Allowed) -> dict[int, np.ndarray] | None:
         if layouts is not None:
             masks[index] = np.array([layout in layouts for layout in boundary_layouts(table, index)])
     return masks
+
+
+def masked(program: Any, masks: Mapping[int, np.ndarray]) -> Any:
+    """The program with all strategies forbidden that a mask leaves out."""
+    nodes = list(program.nodes)
+    for index, mask in masks.items():
+        nodes[index] = replace(nodes[index], costs=np.where(mask, nodes[index].costs, np.inf))
+    return replace(program, nodes=tuple(nodes))
 
 
 def boundary_layouts(table: Any, index: int) -> list[Layout]:

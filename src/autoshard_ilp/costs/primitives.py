@@ -49,7 +49,7 @@ _QUICK_ON_GPUS = frozenset({"exp", "exp2", "erf", "erfc"})
 _QUICK_ON_GPUS_IN_16_BITS = _QUICK_ON_GPUS | {"log", "log2", "logistic"}
 
 
-def slow_on_gpus(primitive: str, itemsize: int) -> bool:
+def slow_on_gpus(primitive: str, itemsize: float) -> bool:
     """Whether XLA:GPU writes what a function makes for several kernels, however little it reads for it.
 
     Exponentials are computed anew where that reads fewer bytes than the result has, such as float32 exponentials of

@@ -22,7 +22,7 @@ from autoshard_ilp.attempt import Failure
 from autoshard_ilp.errors import InputShapeError, UnsupportedModelError
 from autoshard_ilp.halving import within
 from autoshard_ilp.kinds import Kept, Kind, kinds_of
-from autoshard_ilp.pins import Allowed, class_masks, path_shapes, resolve_pins
+from autoshard_ilp.pins import Allowed, class_masks, masked, path_shapes, resolve_pins
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,16 +122,8 @@ def adapted(problem: Problem, request: Any, progress: Any) -> Problem:
         masks = class_masks(problem.table, wanted)
         if masks is None:  # some of the tensors that share a decision are pinned, others are not
             return anew()
-        program = masked(weighted(problem, request.objective), masks, request.capacity)
+        program = replace(masked(weighted(problem, request.objective), masks), capacity=request.capacity)
     return replace(problem, request=request, program=program)
-
-
-def masked(program: Any, masks: Mapping[int, np.ndarray], capacity: int | None) -> Any:
-    """The program with strategies forbidden and another capacity."""
-    nodes = list(program.nodes)
-    for index, mask in masks.items():
-        nodes[index] = replace(nodes[index], costs=np.where(mask, nodes[index].costs, np.inf))
-    return replace(program, nodes=tuple(nodes), capacity=capacity)
 
 
 def weighted(problem: Problem, objective: str) -> Any:

@@ -26,7 +26,6 @@ from autoshard_ilp.explore.again import (
     Problem,
     adapted,
     best_known,
-    masked,
     narrower,
     plan_of,
     problem_of,
@@ -35,7 +34,7 @@ from autoshard_ilp.explore.again import (
 )
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.halving import FEW_PLANS, Tied, start_of
-from autoshard_ilp.pins import class_masks
+from autoshard_ilp.pins import class_masks, masked
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.untied import PricedBound, percent
@@ -141,7 +140,7 @@ def of_tied(problem: Problem, tied: Tied) -> Problem | None:
     own, masks = tied.problem, class_masks(tied.problem.table, problem.allowed)
     if masks is None:
         return None
-    program = masked(own.program, masks, problem.request.capacity)
+    program = replace(masked(own.program, masks), capacity=problem.request.capacity)
     return replace(problem, table=own.table, built=own.built, program=program)
 
 
