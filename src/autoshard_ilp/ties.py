@@ -35,6 +35,10 @@ PIECES = frozenset({"slice", "pad", "dynamic_slice"})
 PIECES_LATE = frozenset({"tpu"})
 """Platforms on which pieces of activations wait for the backward pass."""
 
+NOBODYS = 113
+"""What is never chosen in place of a tied value. A one or a zero may be the value itself, which would untie it; and zeros
+as large as a table, which its gradient is added up in, would be written where the tie is and held until then."""
+
 MIN_COPY_BYTES = 2**20
 """Smaller copies of activations may be made when the compiler likes."""
 
@@ -165,7 +169,7 @@ def never(gradient: Any, spec: PartitionSpec, mesh: Any) -> Any:
 
 def tied(value: Any, unavailable: Any) -> Any:
     """``value``, bit for bit, but not before the scalar ``unavailable`` (of :func:`never`) is known."""
-    return jnp.where(unavailable, jnp.ones((), value.dtype), value)
+    return jnp.where(unavailable, jnp.asarray(NOBODYS, value.dtype), value)
 
 
 def can_tie(op: Op, value: Any) -> bool:

@@ -109,7 +109,8 @@ class Operations:
         if not waited and self.plan.platform in SCATTERED_ONLY:
             return
         if at is not None and (alone or not sums or own):
-            if op.primitive in PRODUCTS and self.plan.platform in manual.SPLIT_PRODUCTS:
+            loss = op.phase == "forward" and op.id in self.plan.order.gradients
+            if self.plan.platform in manual.SPLIT_PRODUCTS and (op.primitive in PRODUCTS or loss):
                 value = frame.values[op.outputs[0]] = jax.lax.optimization_barrier(value)
             looked_at = value.astype(jnp.float32) if wide else value
             frame.computed[op.id] = ties.never(looked_at, at.spec, self.plan.mesh)
