@@ -71,6 +71,29 @@ def test_the_gradient_of_logits_overwrites_them() -> None:
     assert logits[1] <= gradient[0]
 
 
+@pytest.mark.parametrize(
+    ("function", "dtype", "written"),
+    [
+        (jnp.tanh, "float32", True),
+        (jnp.log1p, "float32", True),
+        (jnp.exp, "float32", False),
+        (jnp.tanh, "bfloat16", True),
+        (jax.nn.sigmoid, "bfloat16", False),
+    ],
+)
+def test_functions_of_broadcast_sums(function: Any, dtype: str, written: bool) -> None:
+    """Additive attention: what is as large as queries times keys, made of arrays of one or the other. Compiled for one
+    H100, whether there is an array of that size among the temporaries."""
+
+    def loss(q: Any, k: Any, scale: Any) -> Any:
+        q, k, scale = (x.astype(dtype) for x in (q, k, scale))
+        scores = jnp.sum(scale * function(q[:, :, None, :] + k[:, None, :, :]), axis=-1)
+        return jnp.sum((jax.nn.softmax(scores) @ k).astype("float32"))
+
+    found = spans(graph_of(jax.grad(loss, argnums=(0, 1, 2)), (8, 64, 128), (8, 128, 128), (128,)), (8, 64, 128, 128))
+    assert bool(found) == written
+
+
 def test_the_gradient_of_a_softmax_overwrites_nothing() -> None:
     """Its kernel also sums what it reads, row by row."""
 

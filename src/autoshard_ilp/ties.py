@@ -36,8 +36,8 @@ PIECES_LATE = frozenset({"tpu"})
 """Platforms on which pieces of activations wait for the backward pass."""
 
 NOBODYS = 113
-"""What is never chosen in place of a tied value. A one or a zero may be the value itself, which would untie it; and zeros
-as large as a table, which its gradient is added up in, would be written where the tie is and held until then."""
+"""What is never chosen in place of a tied value. A one or a zero may be the value itself, which would untie it; and
+zeros as large as a table, which its gradient is added up in, would be written where the tie is, and held until then."""
 
 MIN_COPY_BYTES = 2**20
 """Smaller copies of activations may be made when the compiler likes."""
