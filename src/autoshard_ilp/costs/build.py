@@ -28,6 +28,7 @@ from autoshard_ilp.costs.padding import WORKSPACE_BYTES, copies_for_tiles, maske
 from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.costs.reshard_tables import agreeing
+from autoshard_ilp.costs.rows import Rows, copied_rows, row_padding, rows_of
 from autoshard_ilp.costs.siblings import held_for_siblings, merged_bytes
 from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
@@ -96,6 +97,7 @@ class _Account:
         if self.family == "tpu":
             products, images = of_batched_products(table.graph), through_convolutions(table.graph)
             self.fastest_of = {**products, **stacks_of_loops(table.graph), **images}
+        self.rows_of = rows_of(table.graph) if self.family == "tpu" else Rows()
         self.alike = computed_alike(table.graph) if self.family in MERGED else ()
         self.hoisted = hoisted_casts(table.graph, table.buffers) if self.family == "tpu" else {}
         self.never_wide = never_wide(table.graph, self.hoisted)
@@ -119,23 +121,25 @@ class _Account:
     def bytes_of(self, table: CostTable, tensor: int, itemsize: float, layouts: Sequence[Any]) -> np.ndarray:
         """Bytes on one device of a tensor in each of some layouts; 0 for None."""
         shape, sizes = table.graph.tensors[tensor].shape, table.axis_sizes
-        fastest = self.fastest(table, tensor)
 
         def on_device(layout: Layout) -> int:
             if self.family != "tpu":
                 return local_bytes(shape, itemsize, layout, sizes)
             if tensor in self.packed:
                 return packed_bytes(local_shape(shape, layout, sizes))
-            return tiled_bytes(shape, itemsize, layout, sizes, fastest)
+            pads = self.padding(table, tensor, local_shape(shape, layout, sizes))
+            return math.ceil(local_bytes(shape, itemsize, layout, sizes) * pads)
 
         known = {lay: 0 if lay is None else on_device(lay) for lay in set(layouts)}
         return np.array([known[lay] for lay in layouts])
 
-    def fastest(self, table: CostTable, tensor: int) -> tuple[int, ...]:
-        """Dimensions of which two must vary fastest in a TPU's memory; none: any may."""
+    def padding(self, table: CostTable, tensor: int, local: Sequence[int]) -> float:
+        """Bytes of a tensor in a TPU's tiles over its own bytes, where it has a shape on one device."""
         root = int(table.buffers.root[tensor])
         same = len(table.graph.tensors[root].shape) == len(table.graph.tensors[tensor].shape)
-        return self.fastest_of.get(root, ()) if same else ()
+        if tensor in self.rows_of.kept:
+            return row_padding(local, self.rows_of.kept[tensor])
+        return padding(tuple(local), self.fastest_of.get(root, ()) if same else ())
 
     def hold(
         self,
@@ -318,10 +322,10 @@ def _hold_filled_up(table: CostTable, account: _Account, extra: list[Edge], n_ed
 def _in_tiles(table: CostTable, flow: Flow, account: _Account, ends: Sequence[Any], copies: np.ndarray) -> np.ndarray:
     """Bytes of copies on a TPU, whose memory is tiled."""
     tensor = flow_tensor(table, flow)
-    fastest = account.fastest(table, tensor.id)
     plain = [end is None or any(isinstance(a, str) for a in end) for end in ends]
     shapes = [() if p else local_shape(tensor.shape, end, table.axis_sizes) for p, end in zip(plain, ends, strict=True)]
-    return np.ceil(copies * np.array([padding(tuple(shape), fastest) for shape in shapes])).astype(np.int64)
+    pads = [account.padding(table, tensor.id, shape) if shape else 1.0 for shape in shapes]
+    return np.ceil(copies * np.array(pads)).astype(np.int64)
 
 
 def _only_sliced(table: CostTable, flow: Flow, starts: Sequence[Any], ends: Sequence[Any]) -> np.ndarray:
@@ -483,6 +487,13 @@ def _hold_results(
         itemsize, begin = table.precision.moved(graph, representative, 0), account.first_lookup
         rows = copied_bytes(graph, representative, cls.strategies, sizes, float(itemsize))
         hold(rows, [(begin, int(buffers.time[m]) + 1, "gathered", (graph.ops[m].scope, m)) for m in cls.members])
+    moved_rows = [m for m in cls.members if m in account.rows_of.copied]
+    if moved_rows:
+        read = representative.outputs[0] if representative.primitive == "gather" else representative.inputs[2]
+        dims, itemsize = account.rows_of.copied[moved_rows[0]], float(table.precision.held[read])
+        beside = copied_rows(graph, representative, dims, cls.strategies, sizes, itemsize)
+        times = [(int(buffers.time[m]), (graph.ops[m].scope, m)) for m in moved_rows]
+        hold(beside, [(time, time + 1, "activations", label) for time, label in times])
     if account.family != "gpu":
         return
     later = [m for m in cls.members if m in account.siblings]
