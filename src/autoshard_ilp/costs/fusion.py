@@ -26,8 +26,11 @@ from autoshard_ilp.costs.primitives import (
     TRANSCENDENTAL,
     VIEWS,
     WINDOWS,
+    dilates,
     fusible,
+    has_vector,
     slow_on_gpus,
+    strides,
 )
 from autoshard_ilp.costs.written import (
     COMPARISONS,
@@ -44,6 +47,9 @@ MAX_LEAVES = 8
 
 MOVES = frozenset({"rev", "concatenate"})
 """Fusible operations whose result may have the shape of what it takes from other places."""
+
+TAKEN = frozenset({"slice", "split"})
+"""Parts of an array: each kernel reads its part of the array's buffer."""
 
 DEAR_LEAVES = 1.1
 """A fused tensor is written once for several kernels when computing it reads this many times its own bytes."""
@@ -232,8 +238,8 @@ def _with_dear_ones(
         mine = _leaves(graph, root, found, behind, op, largest=family == "tpu")
         for t in op.outputs:
             behind[t] = mine
-            if not shared[t]:
-                continue
+            if not shared[t] or (op.primitive in TAKEN and found[root[op.inputs[0]]]):
+                continue  # of what is taken from a buffer a kernel reads no more than that
             own = graph.tensors[t]
             # XLA:TPU casts a weight or an input in each of the products that read it, though it reads twice the bytes.
             read = _size(graph, mine - long, own.itemsize if family == "tpu" else math.inf)
@@ -280,7 +286,7 @@ def _needs_buffer(
                 stored[t] = True
             elif not own.shape or not readers[t]:
                 stored[t] = False
-            elif not fusible(op):
+            elif not fusible(op) or (family == "tpu" and dilates(op)):
                 stored[t] = True
             elif t in donated:
                 stored[t] = False
@@ -288,15 +294,17 @@ def _needs_buffer(
                 anew = not random or family == "tpu"
                 if dear and anew:  # only where less is read than what is kept
                     anew = family == "gpu" and again and not slow[t] and _size(graph, mine) < own.bytes
-                stored[t] = any(not _fuses_operand(r, family, again) for r in readers[t]) or (
+                stored[t] = any(not _fuses_operand(graph, r, family, again) for r in readers[t]) or (
                     not anew and len({r.id for r in readers[t]}) > 1
                 )
     return np.array(stored, bool)
 
 
-def _fuses_operand(op: Op, family: str, again: bool) -> bool:
+def _fuses_operand(graph: Graph, op: Op, family: str, again: bool) -> bool:
     """Whether an operation may compute its operands element by element while it reads them."""
-    if fusible(op):
+    if family == "tpu" and (dilates(op) or strides(op)):
+        return False
+    if fusible(op) or (family == "gpu" and has_vector(graph, op)):
         return True
     if family == "tpu" and not again and op.primitive == "dot_general" and op.params["dimension_numbers"][1][0]:
         return False  # a product of batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from autoshard_ilp.graph import Op
+from autoshard_ilp.graph import Graph, Op
 
 VIEWS = frozenset(
     """
@@ -82,3 +82,31 @@ def fusible(op: Op) -> bool:
 @cache
 def _fusible(primitive: str) -> bool:
     return primitive not in UNFUSIBLE and not primitive.startswith(REDUCTIONS)
+
+
+def has_vector(graph: Graph, op: Op) -> bool:
+    """Whether an operand of a product has no dimensions of its own: batch dimensions and contracted ones only.
+
+    XLA multiplies and sums up then, in a kernel that computes the operands element by element: nothing is written for
+    the product. (Compiled for H100 and v5e, sines times vectors: with and without batches, of 16 and of 32 bits.)
+    """
+    if op.primitive != "dot_general" or len(op.inputs) != 2:
+        return False
+    contract, batch = op.params["dimension_numbers"]
+    shapes = (graph.tensors[t].shape for t in op.inputs)
+    return any(
+        all(n == 1 or d in c or d in b for d, n in enumerate(shape))
+        for shape, c, b in zip(shapes, contract, batch, strict=True)
+    )
+
+
+def dilates(op: Op) -> bool:
+    """Whether an operation puts elements between those of its operand: the gradient of a strided slice, or half of what
+    interleaves two arrays. XLA:TPU makes a kernel of it, which fuses nothing and is not fused (compiled for v5e:
+    paddings of ``x * x + 1.5``, of two and of four dimensions, read by sums, sines and reductions)."""
+    return op.primitive == "pad" and any(interior for _, _, interior in op.params["padding_config"])
+
+
+def strides(op: Op) -> bool:
+    """Whether an operation leaves out elements between others. XLA:TPU computes nothing inside such a slice."""
+    return op.primitive == "slice" and any(step != 1 for step in op.params["strides"] or ())
