@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from keras import layers
 
 from autoshard_ilp import keras_integration as ki
-from autoshard_ilp.errors import InputShapeError, PlanMismatchError, UnsupportedModelError
+from autoshard_ilp.errors import AutoshardError, InputShapeError, PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.models import load_model_factory
 from autoshard_ilp.trace import TracedStep, trace_model
 from zoo import BATCH_SIZE, ZOO, Case
@@ -613,6 +613,19 @@ def test_an_imported_keras_on_another_backend_is_refused(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
     with pytest.raises(UnsupportedModelError, match=r"'tensorflow'.*KERAS_BACKEND=jax"):
         trace_model(_net())
+
+
+def test_what_keras_says_in_colours_is_repeated_without_them():
+    class Refusing(keras.Model):
+        def call(self, x):
+            raise ValueError("no such thing")
+
+    model = Refusing()
+    model.compile(optimizer="sgd", loss="mse")
+    spec = keras.KerasTensor((8, 4), "float32")
+    with pytest.raises(AutoshardError, match="no such thing") as raised:
+        trace_model(model, mode="train", inputs=spec, targets=spec)
+    assert "\x1b" in str(raised.value.__cause__) and "\x1b" not in str(raised.value)
 
 
 def test_a_step_that_cannot_be_traced_names_layers_that_keras_does_not_compile():

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
+
+
+def said_by(error: BaseException) -> str:
+    """The message of an error from elsewhere, without the colours that Keras gives some of it on a terminal."""
+    return _COLOURS.sub("", str(error))
 
 
 class AutoshardError(Exception):

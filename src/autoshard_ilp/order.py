@@ -192,8 +192,10 @@ def _losses_first(graph: Graph) -> dict[tuple[int, int], tuple[int, ...]]:
     The operand is the cotangent that it reads together with what the reduction is computed from, before that is
     broadcast.
     """
-    needed = _needed_by_backward(graph)
     found: dict[tuple[int, int], tuple[int, ...]] = {}
+    if not any(op.phase == "backward" for op in graph.ops):
+        return found
+    needed = _needed_by_backward(graph)
     for op in graph.ops:
         if op.phase != "forward" or op.region or not op.primitive.startswith(REDUCTIONS) or op.eqn is None:
             continue
@@ -238,11 +240,10 @@ def _first_cotangent(graph: Graph, values: frozenset[int]) -> tuple[int, int] | 
         if not any(graph.behind(t, VIEWS) in values for t in op.inputs):
             continue
         for i, t in enumerate(op.inputs):
-            at = _before_broadcast(graph, op, i)
             producer = graph.tensors[t].producer
             made = None if producer is None else graph.ops[producer]
             if made is not None and made.phase == "backward" and made.primitive not in PSEUDO_OPERATIONS:
-                return at
+                return _before_broadcast(graph, op, i)
     return None
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.arguments import is_one_of
-from autoshard_ilp.errors import AutoshardError, InputShapeError, UnsupportedModelError
+from autoshard_ilp.errors import AutoshardError, InputShapeError, UnsupportedModelError, said_by
 
 MODES = ("train", "predict")
 _BATCH_ROLES = (("inputs", "input"), ("targets", "target"), ("sample_weight", "sample_weight"))
@@ -282,7 +282,8 @@ def _explained(
         raise
     except Exception as error:
         raise kind(
-            f"The model {model.name!r} could not be {action}. Received: {type(error).__name__}: {error}\n{hint}"
+            f"The model {model.name!r} could not be {action}. Received: {type(error).__name__}: "
+            f"{said_by(error)}\n{hint}"
         ) from error
 
 
