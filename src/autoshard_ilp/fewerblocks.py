@@ -201,7 +201,7 @@ class FewerBlocks:
             return f"{self.low} are no faster or do not fit"
         if self.high - self.low == 1:
             return "fewer are no faster or do not fit" if self.slower else "fewer do not fit"
-        return f"{self.low} are too few, numbers between were not tried in time"
+        return f"{self.low} are too few, what lies between was not tried in time"
 
     def _narrow(self) -> tuple[int, float] | None:
         """Raise ``low`` and lower ``high``. A number of blocks that is not worth a long try, and what it may save."""
