@@ -118,6 +118,15 @@ def test_a_tie_changes_no_bit_and_outlives_the_compiler(dtype: str) -> None:
     assert not re.search(r"all-(gather|reduce)|collective-permute", text), "a tie sends nothing"
 
 
+@pytest.mark.parametrize("constant", [0.0, 1.0])
+def test_what_is_known_from_the_start_waits_as_well(constant: float) -> None:
+    """The cotangent that a backward pass begins with is often one of these."""
+    mesh, spec = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec("data")
+    run = jax.jit(lambda g: tied(jnp.full((4, 8), constant), never(g, spec, mesh)))
+    text = run.lower(jax.ShapeDtypeStruct((4, 2), "float32", sharding=NamedSharding(mesh, spec))).compile().as_text()
+    assert re.search(r"\bselect\(", text), "the dependency was folded away"
+
+
 def test_anchors_are_gradients_of_the_layer_above() -> None:
     graph = graph_of("full")
     found = anchors(graph)

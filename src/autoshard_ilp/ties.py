@@ -3,7 +3,7 @@
 XLA merges equal operations, and it runs what is ready as early as it likes. ``optimization_barrier`` keeps two copies
 apart, but XLA:GPU and XLA:CPU drop barriers before they schedule, so a copy meant for the backward pass may run in the
 forward pass and hold its memory all the way. A *data dependency* survives every pass of every compiler: the value is
-replaced by ``select(never, 0, value)``, where ``never`` is computed from one element of a gradient that exists only in
+replaced by ``select(never, c, value)``, where ``never`` is computed from one element of a gradient that exists only in
 the backward pass. ``(g != g) and (g == g)`` is false for every g, NaN and infinities included, so the value is bit for
 bit the same; no compiler folds it, since neither half is a constant in floating-point arithmetic.
 

@@ -99,9 +99,9 @@ class Source:
         """The graph under a rematerialisation policy, as it is for hardware of a profile."""
         from autoshard_ilp.step import graph_of, whole_graph
 
-        one = has_one_copy(profile)
         if self.mode == "function":  # its plan's, which has the only policy
             return next(iter(self.steps.values()))
+        one = has_one_copy(profile)
         if (policy, one) not in self.steps:
             with progress.stage("graph"):
                 if one not in self.wholes:
