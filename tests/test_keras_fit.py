@@ -184,6 +184,41 @@ def test_variables_survive_every_failure() -> None:
     assert_close(values(model), values(alone))
 
 
+def test_an_array_that_a_step_has_consumed_is_refused() -> None:
+    """Best weights kept without copying them: the first step after that took their buffers. jaxlib 0.10 crashes."""
+    x, y = features()
+    model = seeded(mlp)
+    plan = plan_for(model, (x, y))
+    plan.apply(model)
+    kept, copies = ([make(v.value) for v in model.variables] for make in (lambda x: x, np.array))
+    model.train_on_batch(x[:BATCH], y[:BATCH])
+
+    class Restores(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            for variable, value in zip(self.model.variables, kept, strict=True):
+                variable.assign(value)
+
+    restores = Restores()
+    restores.set_model(model)
+    restores.on_train_batch_end(0)
+    iterations = int(model.optimizer.iterations.numpy())
+    for run in (
+        lambda: model.predict(x, verbose=0),
+        lambda: model.evaluate(x, y, verbose=0),
+        lambda: model.fit(x, y, verbose=0),
+        lambda: plan.apply(model),
+    ):
+        with pytest.raises(autoshard.PlanMismatchError, match="kernel', which was assigned an array that a training"):
+            run()
+    assert int(model.optimizer.iterations.numpy()) == iterations
+    for variable, value in zip(model.variables, copies, strict=True):
+        variable.assign(value)
+    model.train_on_batch(x[:BATCH], y[:BATCH])
+    with pytest.raises(autoshard.PlanMismatchError, match="Keep copies of values"):
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[restores])
+    assert int(model.optimizer.iterations.numpy()) == iterations + 2
+
+
 def test_set_weights_and_learning_rate_stay_on_plan() -> None:
     x, y = features()
     model = seeded(mlp)

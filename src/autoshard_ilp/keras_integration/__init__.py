@@ -41,6 +41,7 @@ from autoshard_ilp.keras_integration.state import create_values as create_values
 from autoshard_ilp.keras_integration.state import initial_state as initial_state
 from autoshard_ilp.keras_integration.state import initial_values as initial_values
 from autoshard_ilp.keras_integration.state import place as place
+from autoshard_ilp.keras_integration.state import refuse_deleted as refuse_deleted
 from autoshard_ilp.keras_integration.state import write_state as write_state
 from autoshard_ilp.keras_integration.trainer import allow_training as allow_training
 from autoshard_ilp.keras_integration.trainer import attach as attach

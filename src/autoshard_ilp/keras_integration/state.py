@@ -54,6 +54,29 @@ def write_state(model: Any, state: Sequence[Sequence[Any]]) -> None:
             variable._value = value
 
 
+def refuse_deleted(model: Any, mode: str, state: Sequence[Sequence[Any]]) -> None:
+    """Raises where a variable holds an array that an earlier step has consumed: jaxlib 0.10 may crash on one.
+
+    Raises:
+        PlanMismatchError: such a variable, by its path.
+    """
+    import jax
+
+    def is_consumed(value: Any) -> bool:
+        return isinstance(value, jax.Array) and value.is_deleted()
+
+    if not any(is_consumed(value) for group in state for value in group):
+        return
+    for variables, values in zip(state_variables(model, mode), state, strict=True):
+        for variable, value in zip(variables, values, strict=True):
+            if is_consumed(value):
+                raise PlanMismatchError(
+                    f"The model's variables must hold arrays that still exist. Received: {variable.path!r}, which was "
+                    "assigned an array that a training step has consumed since (its state is donated). Keep copies of "
+                    "values, such as model.get_weights() or variable.value.copy(), and assign those."
+                )
+
+
 def place(value: Any, sharding: Any) -> Any:
     """A global array laid out; what lies there already is returned as it is.
 

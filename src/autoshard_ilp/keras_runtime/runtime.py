@@ -33,8 +33,8 @@ def apply_plan(plan: Plan, model: Any) -> None:
             ``plan.scope()``) are created in their layout.
 
     Raises:
-        PlanMismatchError: the model's step is not the planned one, or there are too few devices. The model is then
-            exactly as it was.
+        PlanMismatchError: the model's step is not the planned one, one of its variables holds a consumed array, or
+            there are too few devices. The model is then exactly as it was.
     """
     if plan.mode == "function":
         raise PlanMismatchError(
@@ -43,6 +43,7 @@ def apply_plan(plan: Plan, model: Any) -> None:
         )
     ki.sync(model)
     bound = bind_again(plan, model)
+    _refuse_deleted(model, plan.mode)
     with processes.together("plan.apply") as meeting:
         agreement.agree_on_program(meeting, bound, model)
     program = programs.compiled_program(bound)
@@ -59,6 +60,10 @@ def bind_again(plan: Plan, model: Any) -> Plan:
     if traced is not None:
         return plan.bind(model, **dict(zip(("inputs", "targets", "sample_weight"), traced.batch, strict=False)))
     return plan.bind(model)
+
+
+def _refuse_deleted(model: Any, mode: str) -> None:
+    ki.refuse_deleted(model, mode, [[v._value for v in group] for group in ki.state_variables(model, mode)])
 
 
 def _wait_for(values: Any) -> None:
@@ -116,6 +121,7 @@ class Runtime:
                 "A plan made for mode='predict' has no training step: no gradients, no optimizer. Received: fit or "
                 "train_on_batch. Plan the training step, autoshard.optimize(model, mesh), and apply that plan."
             )
+        _refuse_deleted(self.model, mode)
         signature = _signature(self.model)
         read = self.unused.get(mode)  # Keras compiles at the first step, with what the layers are by then
         stale = read is not None and not ki.same_attributes(read, ki.attributes(self.model))
@@ -157,6 +163,7 @@ class Runtime:
     def _step(self, mode: str) -> Any:
         def step(state: Any, data: Any) -> tuple[Any, Any]:
             batch = _batch_of(data, mode)
+            ki.refuse_deleted(self.model, mode, state)  # a callback may have assigned one
             self.unused.pop(mode, None)
             if mode not in self.agreed:
                 agreement.agree_on_batch(mode, batch)
