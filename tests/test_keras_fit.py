@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -182,6 +183,27 @@ def test_variables_survive_every_failure() -> None:
     for i in (0, 8):
         alone.train_on_batch(x[i : i + BATCH], y[i : i + BATCH])
     assert_close(values(model), values(alone))
+
+
+def test_without_jit_a_plan_is_the_same_and_its_steps_run_operation_by_operation() -> None:
+    x, y = features(BATCH)
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input(x.shape[1:]), layers.Dropout(0.2, seed=3), layers.Dense(4)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    alone, model = seeded(build), seeded(build)
+    expected = alone.train_on_batch(x, y)
+    options: dict[str, Any] = {"mesh": {"x": 2}, "pins": {"kernel": ("x", None)}}
+    plan = plan_for(model, (x, y), **options)
+    with jax.disable_jit():
+        assert plan_for(model, (x, y), **options).specs == plan.specs
+        assert jax.tree.map(lambda v: v.sharding, plan.init_state()) == plan.in_shardings[0]
+        plan.apply(model)
+        assert_close(model.train_on_batch(x, y), expected)
+    assert_close(values(model), values(alone))
+    assert_on_plan(model, plan)
 
 
 def test_an_array_that_a_step_has_consumed_is_refused() -> None:

@@ -59,6 +59,16 @@ def without_explicit_mesh() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def with_jit() -> Iterator[None]:
+    """Leaves ``jax.disable_jit``: what a plan traces, creates sharded and compiles is traced and compiled all the same.
+
+    Without ``jit`` a step has other equations, arrays are created whole, and nothing can be compiled ahead of time.
+    """
+    with jax.disable_jit(False):
+        yield
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an equation's operand is a literal (``.val``) rather than a variable."""
     return isinstance(atom, _core.Literal)

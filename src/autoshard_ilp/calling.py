@@ -40,7 +40,8 @@ class PlannedJit:
 
     def lower(self, *args: Any, **keywords: Any) -> Any:
         """``jax.jit(...).lower``, for ``plan.abstract_args()`` or real arrays."""
-        return self._explained(self._jitted.lower, args, keywords)
+        with compat.with_jit():
+            return self._explained(self._jitted.lower, args, keywords)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

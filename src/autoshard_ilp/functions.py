@@ -113,6 +113,7 @@ def optimize_fn(
 
 
 @compat.without_explicit_mesh()
+@compat.with_jit()
 def trace_function(fn: Callable[..., Any], args: tuple[Any, ...], donate_argnums: Donate = "auto") -> TracedFunction:
     """Traces a function once; see :func:`optimize_fn` for the arguments and errors."""
     import jax

@@ -99,6 +99,7 @@ class TracedStep:
 
 
 @compat.without_explicit_mesh()
+@compat.with_jit()
 def trace_model(
     model_or_builder: Any,
     *,
@@ -165,6 +166,7 @@ def trace_model(
 
 
 @compat.without_explicit_mesh()
+@compat.with_jit()
 def trace_batch(model: Any, mode: str, batch: tuple[Any, ...]) -> TracedStep:
     """Trace one step of a live, fully built model on a batch of exactly these shapes.
 

@@ -144,6 +144,7 @@ def initial_values(traced: TracedStep, positions: Sequence[int], shardings: Sequ
 
 
 @compat.without_explicit_mesh()
+@compat.with_jit()
 def create_values(variables: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """Values of variables: initializers in one jit, existing values by ``device_put``."""
     import jax

@@ -54,7 +54,9 @@ def reattach(model: Any, mode: str, state: Sequence[Sequence[Any]]) -> None:
 
 
 def runs_eagerly(model: Any, draws: bool = False) -> bool:
-    """Whether the user has asked for steps that are not compiled (``run_eagerly=True`` or ``jit_compile=False``).
+    """Whether the user has asked for steps that are not compiled.
+
+    That is by ``run_eagerly=True``, ``jit_compile=False`` or ``jax.disable_jit``.
 
     Keras sets ``jit_compile=False`` itself where a layer says ``supports_jit = False`` (``RandomRotation`` and others,
     for the sake of TensorFlow's compiler). A step that could be planned can be compiled, so that is no reason.
@@ -63,9 +65,11 @@ def runs_eagerly(model: Any, draws: bool = False) -> bool:
         model: a compiled Keras model, or one that predicts.
         draws: whether its step draws from Python's generator in every call (``AugMix``); compiled, it would do so once.
     """
+    import jax
     from keras.src.trainers.trainer import model_supports_jit
 
-    return bool(model.run_eagerly or (not model.jit_compile and (draws or model_supports_jit(model))))
+    asked = model.run_eagerly or jax.config.jax_disable_jit  # type: ignore[attr-defined]
+    return bool(asked or (not model.jit_compile and (draws or model_supports_jit(model))))
 
 
 def own_step(model: Any, mode: str) -> Step:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp import agreement, interrupts, processes
 from autoshard_ilp import keras_integration as ki
 from autoshard_ilp.errors import InfeasibleError, ProfileError
@@ -171,6 +172,7 @@ def profile_of(plan: Plan) -> Any:
         return load_profile("cpu-host")
 
 
+@compat.with_jit()
 def compiled_program(plan: Plan) -> Program:
     """Compiles a plan's step for its mesh, as a function that lays out whatever it is given.
 

@@ -24,6 +24,7 @@ from autoshard_ilp.sharding import Layout
 
 @processes.announced
 @compat.without_explicit_mesh()
+@compat.with_jit()
 def apply_plan(plan: Plan, model: Any) -> None:
     """Lays out a live model in place and makes ``fit``, ``evaluate`` and ``predict`` run planned programs.
 
