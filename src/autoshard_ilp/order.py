@@ -233,11 +233,15 @@ def _computed_from(graph: Graph, op: Op) -> frozenset[int]:
 
 
 def _first_cotangent(graph: Graph, values: frozenset[int]) -> tuple[int, int] | None:
-    """Where the backward pass first reads a cotangent together with one of ``values``; None where it does not."""
+    """Where the backward pass first reads a cotangent together with one of ``values``, or what is computed from them
+    element by element (twice a difference, for the gradient of its square); None where it does not."""
+    known = set(values)
     for op in graph.ops:
         if op.phase != "backward" or op.region or op.eqn is None or op.params.get("recomputed"):
+            if op.phase == "forward" and fusible(op) and any(t in known for t in op.inputs):
+                known.update(op.outputs)
             continue
-        if not any(graph.behind(t, VIEWS) in values for t in op.inputs):
+        if not any(graph.behind(t, VIEWS) in known for t in op.inputs):
             continue
         for i, t in enumerate(op.inputs):
             producer = graph.tensors[t].producer

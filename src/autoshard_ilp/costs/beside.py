@@ -138,9 +138,9 @@ def held_beside(
             inputs, columns = (local_shape(s, x, axis_sizes) for s, x in ((made.shape, unreduced), (what.shape, read)))
             elements = math.prod(inputs[d] for d in what.rows)
             elements *= math.prod(n for d, n in enumerate(columns) if d not in what.summed)
-            after = (
-                local_bytes(made.shape, made.itemsize, strategy.results[0], axis_sizes) if strategy.resolutions else 0
-            )
+            # An all-reduce writes in the place of what it adds up; only of a scattered cotangent both are there.
+            scattered = strategy.resolutions and unreduced != strategy.results[0]
+            after = local_bytes(made.shape, made.itemsize, strategy.results[0], axis_sizes) if scattered else 0
             held[k] = max(0, math.ceil(elements * what.gradient_itemsize) - after)
         elif strategy.resolutions and what.dies:
             held[k] = local_bytes(made.shape, what.itemsize, unreduced, axis_sizes)

@@ -1,12 +1,13 @@
 """What XLA:GPU writes of a variance: the array less its average.
 
-XLA:GPU computes a reduction over dimensions in the middle (the places of an image, each image by itself), or over the
-rows of a wide matrix, in one kernel with what it reads only where that is a function of one array. The squares of a
-group normalisation are one of two, an image and its averages. So ``x - mean`` is written, in 32 bits, and since it is
-there, the backward pass reads it. (Five group normalisations between convolutions, in 16 bits, on 8 H100s: 5 arrays of
-17 MB, 194 MB where 110 were predicted. Three batch normalisations between layers of width 2048: 317, and 228.)
-Reductions over the last dimension (layer normalisations), or to few numbers (an image's batch normalisation), are
-computed with what they read.
+XLA:GPU sums up columns in one kernel where a column has at most 4096 elements, in two where it has more (its
+``TreeReductionRewriter``: what one block of threads can add up without a race). The first of two computes what it
+reads; a single one only a function of one array. The squares of a batch or group normalisation are one of two, an array
+and its averages. So ``x - mean`` is written, in 32 bits, and since it is there, the backward pass reads it. (Five group
+normalisations between convolutions, in 16 bits, on 8 H100s: 5 arrays of 17 MB, 194 MB where 110 were predicted. Four
+batch normalisations between layers of width 1024, in 16 bits: 183 MB, and 111. Compiled for one H100: matrices of 256
+to 24576 rows and 256 to 2048 columns, images of 7 to 128 squared with batch, group and instance normalisations; 4096
+rows are written, 4225 are not.) Sums over the last dimension (layer normalisations) are computed with what they read.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ from autoshard_ilp.graph import Graph, Op
 SQUARES = frozenset({"square", "mul", "integer_pow", "abs", "convert_element_type"})
 """What is computed of the difference before it is summed up."""
 
-ROWS = 256
-"""Places of an image whose sums are computed with the squares; more are not (256 and 1024 were compiled)."""
+ROWS = 4096
+"""Elements of a column that XLA:GPU adds up in one kernel: 32 times 128."""
 
-COLUMNS = 1024
-"""The same for the columns of a matrix whose rows are summed up (1024 and 1536 were compiled)."""
+FEW_PLACES = 256
+"""Places of an image, each image by itself, up to which nothing is written. From there to :data:`ROWS` it depends on
+how many images and channels there are as well, in no simple way (of 14 shapes, 8 were written in 16 bits)."""
 
 
-def centred_for_variances(graph: Graph, fuses: Sequence[bool]) -> Iterator[int]:
+def centred_for_variances(graph: Graph, fuses: Sequence[bool], devices: int = 1) -> Iterator[int]:
     """Differences from averages that are written for a variance, and read by the backward pass.
 
     Args:
         graph: of the step.
         fuses: per operation, whether it is computed element by element inside other kernels.
+        devices: among which the batch is divided, the first dimension.
     """
     for op in graph.ops:
         if op.primitive == "sub" and op.phase == "forward" and not op.region and _has_average(graph, op):
             (difference,) = op.outputs
-            if _read_backward(graph, difference, fuses) and _summed_up(graph, difference):
+            if _read_backward(graph, difference, fuses) and _summed_up(graph, difference, devices):
                 yield difference
 
 
@@ -56,24 +59,23 @@ def _read_backward(graph: Graph, tensor: int, fuses: Sequence[bool]) -> bool:
     return False
 
 
-def _summed_up(graph: Graph, tensor: int) -> bool:
+def _summed_up(graph: Graph, tensor: int, devices: int) -> bool:
     """Whether squares of a tensor are summed up by a kernel of their own."""
     reached = [tensor]
     for t in reached:  # grows on the way
         for reader in graph.readers(t):
-            if reader.primitive == "reduce_sum" and t != tensor and _apart(graph.tensors[t].shape, reader):
+            if reader.primitive == "reduce_sum" and t != tensor and _apart(graph.tensors[t].shape, reader, devices):
                 return True
             if reader.primitive in SQUARES and reader.phase == "forward" and reader.outputs[0] not in reached:
                 reached.append(reader.outputs[0])
     return False
 
 
-def _apart(shape: tuple[int, ...], reduction: Op) -> bool:
-    """Whether a reduction keeps the last dimension of more than one element, and either the first, or many columns."""
+def _apart(shape: tuple[int, ...], reduction: Op, devices: int) -> bool:
+    """Whether a reduction keeps the last dimension of more than one element, and adds up columns in one kernel."""
     summed = set(reduction.params["axes"])
     long = [d for d, n in enumerate(shape) if n > 1]
     if len(long) < 2 or long[-1] in summed:
         return False
-    columns = math.prod(shape[d] for d in long if d not in summed)
-    rows = math.prod(shape[d] for d in long if d in summed)
-    return (long[0] not in summed and rows > ROWS) or min(columns, rows) > COLUMNS
+    rows = math.prod(-(-shape[d] // devices) if d == 0 else shape[d] for d in long if d in summed)
+    return (long[0] in summed or rows > FEW_PLACES) and rows <= ROWS

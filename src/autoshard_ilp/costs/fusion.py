@@ -17,6 +17,7 @@ import numpy as np
 
 from autoshard_ilp.costs.centred import centred_for_variances
 from autoshard_ilp.costs.gpu_kernels import worth_writing
+from autoshard_ilp.costs.inside_products import computed_in_products
 from autoshard_ilp.costs.pooled import kept_beside_reductions
 from autoshard_ilp.costs.primitives import (
     LONG,
@@ -96,7 +97,7 @@ def written_to_memory(
     stored = _needs_buffer(graph, root, readers, fuses, family, anew)
     if family == "gpu":
         stored |= operands_of_erfc(graph, root, stored, fuses)
-        centred = frozenset(centred_for_variances(graph, fuses))
+        centred = frozenset(centred_for_variances(graph, fuses, devices))
         beside = kept_beside_reductions(graph, centred, fuses, devices)
         stored[[*_read_step_by_step(graph, root, fuses), *centred, *beside]] = True
     several = _read_by_several_kernels(graph, root, stored, readers, family)
@@ -263,6 +264,8 @@ def _needs_buffer(
     behind: list[frozenset[int]] = [frozenset()] * len(graph.tensors)
     donated = written_in_place(graph, root)
     kept: Collection[int] = range(len(graph.ops))
+    nothing: frozenset[int] = frozenset()
+    in_products, for_products = computed_in_products(graph, root) if family == "gpu" else (nothing, nothing)
     if family == "tpu" and again:
         kept = long_functions_kept(graph, root, fuses, LONG)
     for op in graph.ops:
@@ -294,8 +297,14 @@ def _needs_buffer(
                 anew = not random or family == "tpu"
                 if dear and anew:  # only where less is read than what is kept
                     anew = family == "gpu" and again and not slow[t] and _size(graph, mine) < own.bytes
-                stored[t] = any(not _fuses_operand(graph, r, family, again) for r in readers[t]) or (
-                    not anew and len({r.id for r in readers[t]}) > 1
+                stored[t] = (
+                    t in for_products
+                    or any(
+                        not _fuses_operand(graph, r, family, again)
+                        for r in readers[t]
+                        if t not in in_products or r.primitive != "dot_general"
+                    )
+                    or (not anew and len({r.id for r in readers[t]}) > 1)
                 )
     return np.array(stored, bool)
 

@@ -16,6 +16,7 @@ import numpy as np
 from autoshard_ilp.costs.beside import products_beside
 from autoshard_ilp.costs.fusion import roots, written_to_memory
 from autoshard_ilp.costs.gpu_kernels import reads_by_kernel
+from autoshard_ilp.costs.inside_products import read_beside_sums
 from autoshard_ilp.costs.longkept import functions_of_one
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, VIEWS, fusible
@@ -24,6 +25,10 @@ from autoshard_ilp.graph import BOUNDARY, PSEUDO_OPERATIONS, Graph, Op
 
 SLICED_APART = frozenset({"gpu"})
 """Families of hardware on which a loop holds nothing but the copy that was gathered for it."""
+
+SOFTMAX_ROW = 16384
+"""Elements of the longest row whose softmax XLA:GPU computes in one kernel. (The loss of 2048 tokens, compiled for
+H100: with 16384 classes, the gradient of the logits is written beside them, with 16400 in their place.)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +93,8 @@ def analyse(graph: Graph, family: str = "", anew: bool = True, devices: int = 1)
         for t in again:
             stored[t] = False
         last_use = _last_uses(graph, root, stored, time) if again else last_use
+    for product, added in read_beside_sums(graph, root) if family == "gpu" else ():
+        last_use[product] = max(last_use[product], last_use[added])
     begins = _region_begins(graph, time)
     start = [0] * len(graph.tensors)
     end = [0] * len(graph.tensors)
@@ -244,6 +251,8 @@ def _overwritten(
                 continue
             if not stored[t] or last_use[t] != time[op.id] or graph.tensors[t].bytes != size:
                 continue
+            if family == "gpu" and _of_softmax(graph, root, stored, graph.ops[producer]):
+                continue
             if t not in in_library or _is_biased_relu(graph, root, op, t):
                 yield t
                 break
@@ -300,18 +309,38 @@ def _reduced_beside(
 ) -> frozenset[int]:
     """Tensors that reductions of the same phase read whose results are among those behind a chain.
 
-    What the forward pass has summed up is at hand in the backward pass, whose kernels need not read it again.
+    What the forward pass has summed up is at hand in the backward pass, whose kernels need not read it again; but not
+    the largest of a row that a softmax was computed of in one kernel, which was not written.
     """
     found: set[int] = set()
     reached = list(behind)
     for t in reached:  # grows on the way
         producer = graph.tensors[t].producer
         made = None if producer is None else graph.ops[producer]
-        if made is not None and made.primitive.startswith(REDUCTIONS) and made.phase == phase:
+        if made is None or not made.primitive.startswith(REDUCTIONS):
+            continue
+        if made.phase == phase or _inside_softmax(graph, made):
             mine = {*(root[i] for i in made.inputs), *_behind_chain(graph, root, stored, made)}
             reached += sorted(mine - found - set(reached))
             found |= mine
     return frozenset(found)
+
+
+def _inside_softmax(graph: Graph, reduction: Op) -> bool:
+    """Whether XLA:GPU finds the largest of a row in the kernel that computes its softmax, without writing it."""
+    if reduction.primitive != "reduce_max":
+        return False
+    shape = graph.tensors[reduction.inputs[0]].shape
+    return tuple(reduction.params["axes"]) == (len(shape) - 1,) and shape[-1] <= SOFTMAX_ROW
+
+
+def _of_softmax(graph: Graph, root: Sequence[int], stored: Sequence[bool], op: Op) -> bool:
+    """Whether an operation computes the exponentials of a softmax that is one kernel: what reads them reads the logits
+    instead, and finds the largest of every row again."""
+    if op.primitive != "exp":
+        return False
+    producers = (graph.tensors[t].producer for t in _behind_chain(graph, root, stored, op))
+    return any(p is not None and _inside_softmax(graph, graph.ops[p]) for p in producers)
 
 
 def _behind_chain(graph: Graph, root: Sequence[int], stored: Sequence[bool], op: Op) -> list[int]:
