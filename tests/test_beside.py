@@ -102,7 +102,7 @@ def dense(dtype: str, width: int, layers: int) -> Any:
     ("dtype", "width", "layers", "rows", "budget"),
     [
         pytest.param("float32", 4096, 3, 2048, 110_500_000, id="f32", marks=pytest.mark.slow),
-        pytest.param("float32", 8192, 4, 8192, None, id="f32, wide"),
+        pytest.param("float32", 8192, 4, 16384, None, id="f32, wide"),
         pytest.param("mixed_bfloat16", 8192, 4, 8192, 601_000_000, id="bf16", marks=pytest.mark.slow),
     ],
 )

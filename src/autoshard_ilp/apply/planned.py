@@ -12,6 +12,8 @@ from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp import manual, ties
 from autoshard_ilp.apply.decisions import Decisions, mark
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
+from autoshard_ilp.costs.fusion import roots
+from autoshard_ilp.costs.inside_products import sums_read_by_products
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.precision import cast_before_collectives, rounded_operands
 from autoshard_ilp.costs.primitives import VIEWS
@@ -75,10 +77,15 @@ class Planned:
         self._known: list[bool] | None = None
 
     def _apart(self) -> frozenset[int]:
-        """Tensors that a barrier stands behind: XLA would compute what reads them from something larger."""
+        """Tensors that a barrier stands behind: XLA would compute what reads them from something larger, or twice."""
         if self.platform == "gpu":
-            return kept_in_pieces(self.graph, self.operand_layouts, self.axis_sizes)
+            pieces = kept_in_pieces(self.graph, self.operand_layouts, self.axis_sizes)
+            return pieces | sums_read_by_products(self.graph, roots(self.graph), self._is_moved)
         return met_by_random_bits(self.graph) if self.platform == "tpu" else frozenset()
+
+    def _is_moved(self, op: Op, operand: int) -> bool:
+        """Whether an operation reads an operand in another layout than that is produced in."""
+        return self.operand_layouts(op)[operand] != self.layout(op.inputs[operand])
 
     def stack(self, op: Op) -> Any:
         """The name stack under which ``op`` runs."""

@@ -225,5 +225,6 @@ class Values:
         layout = self.plan.decisions.results.get((op.id, j))
         value = self.plan.constrain(value, op.outputs[j], layout)
         if op.outputs[j] in self.plan.apart:
-            value = jax.lax.optimization_barrier(value)
+            # On both sides, or the partitioner lays out what stands behind it as one of its readers likes.
+            value = self.plan.constrain(jax.lax.optimization_barrier(value), op.outputs[j], layout)
         frame.values[op.outputs[j]] = self.plan.stored_order(value, op.outputs[j])

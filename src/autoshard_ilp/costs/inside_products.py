@@ -14,11 +14,10 @@ Found by compiling three layers of width 1024 for H100 in 16 and 32 bits with fi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from autoshard_ilp.costs.primitives import VIEWS, has_vector
 from autoshard_ilp.costs.triton import leaves_triton
-from autoshard_ilp.costs.written import merges_dimensions
 from autoshard_ilp.graph import Graph, Op
 
 OF_ONE = frozenset("abs neg exp expm1 log log1p sqrt rsqrt sin cos tanh atan erf logistic cbrt".split())  # noqa: SIM905
@@ -45,34 +44,64 @@ def computed_in_products(graph: Graph, root: Sequence[int]) -> tuple[frozenset[i
         if op.primitive != "dot_general" or has_vector(graph, op):
             continue
         for t in (root[i] for i in op.inputs):
-            array = _array_of(graph, t)
-            if array is not None:
+            if _array_of(graph, t) is not None:
                 inside.add(t)
-                while array is not None:
-                    t, array = root[array], _array_of(graph, root[array])
-                read.add(t)
+                read.add(_read_for(graph, root, t))
     return frozenset(inside), frozenset(read)
 
 
-def read_beside_sums(graph: Graph, root: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Products that the backward pass reads again, though their sum with a bias was written: (product, sum).
+def _read_for(graph: Graph, root: Sequence[int], tensor: int) -> int:
+    """The array that a product reads for one of its operands: the operand, or what it is computed from inside."""
+    t = root[tensor]
+    while (array := _array_of(graph, t)) is not None:
+        t = root[array]
+    return t
 
-    A product runs on two dimensions, so what has more is reshaped after it. XLA:GPU moves the reshape down, in the
-    forward pass not as far as in the backward pass, which adds the bias again. (Compiled for H100: a ReLU of
-    ``bf16[16,196,1024]``. Not for two dimensions, nor in 32 bits, where the bias is no cast one.)
+
+def sums_read_by_products(
+    graph: Graph, root: Sequence[int], is_moved: Callable[[Op, int], bool] = lambda op, i: False
+) -> frozenset[int]:
+    """Sums with a computed vector that XLA:GPU writes for products, and that others read as well.
+
+    XLA moves the reshape behind a product of merged dimensions down, in the forward pass not as far as in the backward
+    pass, which would add the vector again: then it keeps both the product and the sum. Behind a barrier the sum is one
+    for all. (Compiled for H100: a ReLU of ``bf16[16,196,1024]`` with a cast bias, and of ``f32[8192,4096]`` with one
+    that is gathered.)
+
+    Args:
+        is_moved: whether an operation reads an operand in another layout than that is produced in, so that devices
+            exchange it first, or take a part.
     """
-    for t in sorted(computed_in_products(graph, root)[1]):
-        producer = graph.tensors[t].producer
-        made = None if producer is None else graph.ops[producer]
-        if made is None or made.primitive not in ("add", "add_any"):
+    found: set[int] = set()
+    if leaves_triton(graph):
+        return frozenset()
+    for op in graph.ops:
+        for i in op.inputs if op.primitive == "dot_general" and not has_vector(graph, op) else ():
+            t = root[i]
+            while (array := _array_of(graph, t)) is not None and not _has_moved(graph, t, array, is_moved):
+                t = root[array]
+            producer = graph.tensors[t].producer
+            adds = producer is not None and graph.ops[producer].primitive in ("add", "add_any")
+            if adds and any(reader.primitive != "dot_general" for reader in graph.readers(t)):
+                found.add(t)
+    return frozenset(found)
+
+
+def _has_moved(graph: Graph, tensor: int, array: int, is_moved: Callable[[Op, int], bool]) -> bool:
+    """Whether what a tensor is made of, besides an array, is moved before it is read."""
+    producer = graph.tensors[tensor].producer
+    made = None if producer is None else graph.ops[producer]
+    for i, t in enumerate(() if made is None else made.inputs):
+        if t == array or made is None:
             continue
-        if all(reader.primitive == "dot_general" for reader in graph.readers(t)):
-            continue
-        for i in made.inputs:
-            source = graph.tensors[root[i]].producer
-            product = None if source is None else graph.ops[source]
-            if product is not None and product.primitive == "dot_general" and merges_dimensions(graph, product):
-                yield root[i], t
+        if is_moved(made, i):
+            return True
+        source = graph.tensors[t].producer
+        while source is not None and graph.ops[source].primitive in _SPREAD:
+            if is_moved(graph.ops[source], 0):
+                return True
+            source = graph.tensors[graph.ops[source].inputs[0]].producer
+    return False
 
 
 def _array_of(graph: Graph, tensor: int) -> int | None:

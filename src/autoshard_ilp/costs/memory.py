@@ -16,7 +16,6 @@ import numpy as np
 from autoshard_ilp.costs.beside import products_beside
 from autoshard_ilp.costs.fusion import roots, written_to_memory
 from autoshard_ilp.costs.gpu_kernels import reads_by_kernel
-from autoshard_ilp.costs.inside_products import read_beside_sums
 from autoshard_ilp.costs.longkept import functions_of_one
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, VIEWS, fusible
@@ -93,8 +92,6 @@ def analyse(graph: Graph, family: str = "", anew: bool = True, devices: int = 1)
         for t in again:
             stored[t] = False
         last_use = _last_uses(graph, root, stored, time) if again else last_use
-    for product, added in read_beside_sums(graph, root) if family == "gpu" else ():
-        last_use[product] = max(last_use[product], last_use[added])
     begins = _region_begins(graph, time)
     start = [0] * len(graph.tensors)
     end = [0] * len(graph.tensors)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from autoshard_ilp.costs.centred import ROWS
+from autoshard_ilp.costs.centred import FEW_PLACES
 from autoshard_ilp.costs.precision import WIDE_BYTES
 from autoshard_ilp.graph import Graph, Op
 
@@ -59,7 +59,7 @@ def kept_beside_reductions(
         if not others or (written and graph.tensors[result].itemsize >= WIDE_BYTES):
             continue
         cut = _cuts_off(graph, op)
-        least = ROWS if written else PLACES if cut else PLACES - 1  # not where its squares are summed up as well
+        least = FEW_PLACES if written else PLACES if cut else PLACES - 1  # not where its squares are summed up as well
         if _over_places(graph, reduction, least, devices * (SUMS if cut else SUMS_OF_MORE)):
             yield result
 

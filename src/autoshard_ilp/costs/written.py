@@ -162,7 +162,7 @@ def operands_of_erfc(graph: Graph, root: Sequence[int], stored: np.ndarray, fuse
     if not any(op.primitive == "erfc" for op in graph.ops):
         return found
     for op in graph.ops:
-        merged = op.primitive == "dot_general" and merges_dimensions(graph, op)
+        merged = op.primitive == "dot_general" and _merges(graph, op)
         inside = fuses[op.id] and any(reshaped[root[t]] for t in op.inputs)
         for t in op.outputs:
             reshaped[t] = merged or inside
@@ -192,7 +192,7 @@ def long_functions_kept(
     reshaped = np.zeros(len(graph.tensors), bool)
     found: set[int] = set()
     for op in graph.ops:
-        merged = op.primitive == "dot_general" and merges_dimensions(graph, op)
+        merged = op.primitive == "dot_general" and _merges(graph, op)
         inside = fuses[op.id] and any(reshaped[root[t]] for t in op.inputs)
         for t in op.outputs:
             reshaped[t] = merged or inside
@@ -202,7 +202,7 @@ def long_functions_kept(
     return frozenset(found)
 
 
-def merges_dimensions(graph: Graph, product: Op) -> bool:
+def _merges(graph: Graph, product: Op) -> bool:
     """Whether several dimensions of an operand become one of the result's two."""
     contract, batch = product.params["dimension_numbers"]
     free = (
