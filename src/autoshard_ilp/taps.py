@@ -39,7 +39,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from autoshard_ilp.costs.kernels import MAX_POSITIONS, PER_POSITION, PER_TAP, products_instead
+from autoshard_ilp.costs.kernels import MAX_POSITIONS, PER_POSITION, PER_TAP, products_instead, swapped_by_xla
 from autoshard_ilp.graph import Graph, Op
 
 PLATFORMS = frozenset({"gpu"})
@@ -62,6 +62,8 @@ def as_products(graph: Graph, op: Op, platform: str) -> Callable[..., Any] | Non
         return None
     if platform not in PLATFORMS:
         return _position_by_position(graph, op, platform)
+    if swapped_by_xla(graph, op):
+        return of_larger_image
     ways: dict[str, Callable[..., Any]] = {PER_POSITION: product_per_position, PER_TAP: product_per_tap}
     return ways.get(products_instead(graph, op))
 
@@ -132,6 +134,22 @@ def feature_grouped(image: Any, window: Any, **params: Any) -> Any:
     shape[batch], shape[feature] = n, groups * image.shape[feature]
     in_groups = {**params, "feature_group_count": groups, "batch_group_count": 1}
     return lax.conv_general_dilated_p.bind(split.transpose(order).reshape(shape), window, **in_groups)
+
+
+def of_larger_image(image: Any, kernel: Any, **params: Any) -> Any:
+    """A convolution of an image with as many positions as the kernel has, zeros behind its own that stand for padding.
+
+    They lie behind a barrier, or XLA would make padding of them again.
+    """
+    numbers, padding = params["dimension_numbers"], list(params["padding"])
+    edges = [(0, 0, 0)] * image.ndim
+    for i, (d, t) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)):
+        more = max(0, kernel.shape[t] - image.shape[d])
+        edges[d] = (0, more, 0)
+        low, high = padding[i]
+        padding[i] = (low, high - more * params["lhs_dilation"][i])
+    image = lax.optimization_barrier(lax.pad(image, jnp.zeros((), image.dtype), edges))
+    return lax.conv_general_dilated_p.bind(image, kernel, **{**params, "padding": tuple(padding)})
 
 
 def product_per_tap(image: Any, kernel: Any, **params: Any) -> Any:

@@ -91,6 +91,24 @@ def products_instead(graph: Graph, op: Op) -> str:
     return PER_TAP if plain and filled_in_taps(graph, op) > 1 else ""
 
 
+def swapped_by_xla(graph: Graph, op: Op) -> bool:
+    """Whether XLA would take the image of a convolution for its kernel, and the kernel for an image that it dilates.
+
+    Its algebraic simplifier (``SwapConvOperands``) does so where the image has fewer positions than the kernel. Where
+    the image is dilated, as in the gradient of a strided convolution's image, cuDNN's kernel for that is then out of
+    reach, and the kernel is padded by what the image is spread to: ``f32[5,5,256,512]`` to ``f32[256,14,14,512]`` for
+    images of 4 x 4, 7.8 times as large. An image of one position is left alone.
+    """
+    if op.primitive != "conv_general_dilated" or all(d == 1 for d in op.params["lhs_dilation"]):
+        return False
+    if op.params["feature_group_count"] > 1 or op.params["batch_group_count"] > 1 or is_kernel_gradient(graph, op):
+        return False
+    numbers = op.params["dimension_numbers"]
+    image, kernel = (graph.tensors[t].shape for t in op.inputs)
+    pairs = [(image[d], kernel[t]) for d, t in zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)]
+    return math.prod(k for _, k in pairs) > math.prod(k if n == 1 else n for n, k in pairs)
+
+
 def filled_in_taps(graph: Graph, op: Op) -> float:
     """How many times the taps of its kernel cuDNN would compute of a convolution.
 
@@ -114,10 +132,16 @@ def filled_in_taps(graph: Graph, op: Op) -> float:
 
 
 def is_kernel_gradient(graph: Graph, op: Op) -> bool:
-    """Whether a convolution makes a kernel's gradient: its window is an image, its result a kernel."""
+    """Whether a convolution makes a kernel's gradient: its window is an image, its result a kernel.
+
+    What it is made of is summed over the batch. Where that is not the first dimension, only sizes tell: those of the
+    image are larger, unless a kernel of 5 x 5 makes 4 x 4 positions.
+    """
     positions, taps = _places(graph, op)
     backward = op.phase == "backward" and not op.params.get("recomputed")
-    return backward and positions <= MAX_POSITIONS and taps > positions
+    numbers = op.params["dimension_numbers"]
+    over_batch = numbers.lhs_spec[1] == numbers.rhs_spec[1] == 0
+    return backward and positions <= MAX_POSITIONS and (over_batch or taps > positions)
 
 
 def _places(graph: Graph, op: Op) -> tuple[int, int]:
