@@ -86,7 +86,7 @@ class Operations:
             outs = self.bind(op, args, frame)
             if self.plan.platform in IN_ORDER_OF_KERNELS and self.is_large_kernel_gradient(op):
                 with compat.under_name_stack(self.plan.stack(op)):
-                    outs = [self.in_rows(op, outs[0])]
+                    outs = [self.in_rows(op.outputs[0], outs[0])]
         with compat.under_name_stack(self.plan.stack(op)):
             for j, out in enumerate(outs):
                 self.values.write(frame, op, j, out)
@@ -205,10 +205,10 @@ class Operations:
         by_products: Callable[..., Any] | None = as_products(self.graph, op, self.plan.platform)
         return by_products or compat.binder(op.eqn, self.plan.mesh)
 
-    def in_rows(self, op: Op, value: Any) -> Any:
-        """A result whose last dimension is minor in memory, on every device: the constraint is not partitioned."""
-        plan, shape = self.plan, self.graph.tensors[op.outputs[0]].shape
-        layout = plan.layout(op.outputs[0])
+    def in_rows(self, tensor: int, value: Any) -> Any:
+        """A tensor whose last dimension is minor in memory, on every device: the constraint is not partitioned."""
+        plan, shape = self.plan, self.graph.tensors[tensor].shape
+        layout = plan.layout(tensor)
         if layout is None or PARTIAL in layout or not divides(shape, layout, plan.axis_sizes):
             return value
         return manual.mapped(compat.row_major, [value], [shape], [layout], shape, layout, plan.mesh, plan.axis_names)

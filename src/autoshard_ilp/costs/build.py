@@ -21,6 +21,7 @@ from autoshard_ilp.costs.grouped import copies_for_groups, copies_kept, masked_a
 from autoshard_ilp.costs.heap import loses, with_holes
 from autoshard_ilp.costs.hoisted import hoisted_casts, never_wide
 from autoshard_ilp.costs.idle import Idleness
+from autoshard_ilp.costs.kernel_copies import kernel_copies
 from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup, read_by_products_later
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, largest_bytes, vector_bytes
 from autoshard_ilp.costs.padded_images import Copied, copied_images, image_bytes, piece_bytes
@@ -107,6 +108,7 @@ class _Account:
         self.pads = self.family == "gpu" and leaves_triton(table.graph)
         self.masked_again = masked_again(table.graph) if self.family == "gpu" else {}
         self.copied_images = copied_images(table.graph) if self.family == "gpu" else {}
+        self.kernel_copies = kernel_copies(table.graph, table.buffers.time) if self.family == "gpu" else {}
         self.siblings = held_for_siblings(table.graph, table.buffers) if self.pads else {}
         gpu = self.family == "gpu"
         self.beside = gradients_beside(table.graph, table.buffers, self.reduced) if gpu else {}
@@ -193,6 +195,8 @@ def build_program(
         _hold_for_loops(table, flow, account, extra, len(edges))
     for flow in table.flows if account.tied_lookups else ():
         _hold_for_products(table, flow, account, extra, len(edges))
+    for flow in table.flows if account.kernel_copies else ():
+        _hold_kernels(table, flow, account, extra, len(edges))
     for index in range(len(table.classes)):
         _hold_results(table, index, roles, account, node_bytes, extra, len(edges))
     if account.pads:
@@ -286,6 +290,30 @@ def _hold_for_products(table: CostTable, flow: Flow, account: _Account, extra: l
         span = int(table.buffers.time[op_id]) + 1, account.tied_lookups[op_id] + 1
         account.hold(True, n_edges + len(extra), *span, "gathered", _label(table, op_id, 0), [tensor.id])
     extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(cut.shape), held))
+
+
+def _hold_kernels(table: CostTable, flow: Flow, account: _Account, extra: list[Edge], n_edges: int) -> None:
+    """Kernels in cuDNN's order: of a variable from its first convolution to the last, of what is gathered for each."""
+    uses = [use for use in flow.uses if use in account.kernel_copies] if flow.operand != REUSE else []
+    tensor = flow_tensor(table, flow)
+    if not uses or math.prod(tensor.shape) * tensor.itemsize < table.least_bytes:
+        return
+    u, v = table.classes[flow.u].results[flow.result], operand_labels(table, flow)
+    plain = [end is not None and not any(isinstance(a, str) for a in end) for end in v.layouts]
+    starts = np.array(u.layouts)
+    ends = np.array([end if p else u.layouts[0] for end, p in zip(v.layouts, plain, strict=True)])
+    same = agreeing(starts, ends) & np.array(plain)
+    held = account.bytes_of(table, tensor.id, float(tensor.itemsize), [tuple(map(int, end)) for end in ends]) * plain
+    for counted, spans in (
+        (same, [(c.as_it_is, use) for use in uses if (c := account.kernel_copies[use]).as_it_is is not None]),
+        (~same, [((t, t + 1), use) for use in uses for t in account.kernel_copies[use].gathered]),
+    ):
+        table_of = counted * held[None, :]
+        if not spans or not table_of.any():
+            continue
+        for span, (op_id, operand) in spans:
+            account.hold(True, n_edges + len(extra), *span, "activations", _label(table, op_id, operand))
+        extra.append(Edge(flow.u, flow.v, u.of_strategy, v.of_strategy, np.zeros(counted.shape), table_of))
 
 
 def _hold_workspace(table: CostTable, account: _Account, extra: list[Edge], n_edges: int) -> None:
