@@ -232,7 +232,8 @@ def _edge(table: CostTable, flow: Flow, index: int, account: _Account, costs: li
         for op_id, operand in flow.uses:
             op = table.graph.ops[op_id]
             start, end = account.copies.of(op, reused)
-            start = min(start, account.gathered.get(op.inputs[operand], start))
+            if not reused:  # that of the forward pass is counted until then
+                start = min(start, account.gathered.get(op.inputs[operand], start))
             if account.family == "tpu" and op.primitive == "loop_slice":
                 start = table.buffers.begins[op.region]  # with all that the loop reads: nothing is computed meanwhile
             elif account.known and account.known[op.inputs[operand]]:

@@ -289,6 +289,8 @@ def _needs_buffer(
                 stored[t] = True
             elif not own.shape or not readers[t]:
                 stored[t] = False
+            elif family == "gpu" and _is_mirrored_kernel(op, t, readers):
+                stored[t] = False
             elif not fusible(op) or (family == "tpu" and dilates(op)):
                 stored[t] = True
             elif t in donated:
@@ -307,6 +309,13 @@ def _needs_buffer(
                     or (not anew and len({r.id for r in readers[t]}) > 1)
                 )
     return np.array(stored, bool)
+
+
+def _is_mirrored_kernel(op: Op, tensor: int, readers: Sequence[Sequence[Op]]) -> bool:
+    """Whether only convolutions read a mirrored kernel: cuDNN mirrors it itself, in the gradient of an image."""
+    return op.primitive == "rev" and all(
+        r.primitive == "conv_general_dilated" and tensor in r.inputs[1:] for r in readers[tensor]
+    )
 
 
 def _fuses_operand(graph: Graph, op: Op, family: str, again: bool) -> bool:
