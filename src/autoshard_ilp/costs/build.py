@@ -24,7 +24,14 @@ from autoshard_ilp.costs.idle import Idleness
 from autoshard_ilp.costs.kernel_copies import kernel_copies
 from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup, read_by_products_later
 from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, largest_bytes, vector_bytes
-from autoshard_ilp.costs.padded_images import Copied, copied_images, image_bytes, piece_bytes
+from autoshard_ilp.costs.padded_images import (
+    Copied,
+    copied_images,
+    enlarged_bytes,
+    image_bytes,
+    piece_bytes,
+    transposed_bytes,
+)
 from autoshard_ilp.costs.padding import WORKSPACE_BYTES, copies_for_tiles, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.primitives import VIEWS, fusible
@@ -541,6 +548,8 @@ def _hold_results(
     again = [m for m in cls.members if m in account.masked_again]
     shared = bool(again) or representative.id in account.masked_again.values()
     padded = padded + piece_bytes(graph, representative, cls.strategies, sizes)
+    padded = padded + transposed_bytes(graph, representative, cls.strategies, sizes)
+    padded = padded + enlarged_bytes(graph, representative, cls.strategies, sizes)
     padded = padded + copies_for_groups(graph, representative, cls.strategies, sizes, shared)
     if again:
         until = {m: int(buffers.time[account.masked_again[m]]) + 1 for m in again}

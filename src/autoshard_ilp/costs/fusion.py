@@ -18,6 +18,7 @@ import numpy as np
 from autoshard_ilp.costs.centred import centred_for_variances
 from autoshard_ilp.costs.gpu_kernels import worth_writing
 from autoshard_ilp.costs.inside_products import computed_in_products
+from autoshard_ilp.costs.padded_images import made_for_each
 from autoshard_ilp.costs.pooled import kept_beside_reductions
 from autoshard_ilp.costs.primitives import (
     LONG,
@@ -95,6 +96,10 @@ def written_to_memory(
     readers = _readers(graph, root)
     fuses = [op.primitive not in VIEWS and fusible(op) for op in graph.ops]
     stored = _needs_buffer(graph, root, readers, fuses, family, anew)
+    for image in made_for_each(graph) if family == "gpu" else ():
+        producer = graph.tensors[root[image]].producer
+        if producer is not None and not slow_on_gpus(graph.ops[producer].primitive, graph.tensors[image].itemsize):
+            stored[root[image]] = False
     if family == "gpu":
         stored |= operands_of_erfc(graph, root, stored, fuses)
         centred = frozenset(centred_for_variances(graph, fuses, devices))
@@ -287,9 +292,7 @@ def _needs_buffer(
             )
             if op.primitive in ("argument", "constant"):
                 stored[t] = True
-            elif not own.shape or not readers[t]:
-                stored[t] = False
-            elif family == "gpu" and _is_mirrored_kernel(op, t, readers):
+            elif not own.shape or not readers[t] or (family == "gpu" and _is_mirrored_kernel(op, t, readers)):
                 stored[t] = False
             elif not fusible(op) or (family == "tpu" and dilates(op)):
                 stored[t] = True

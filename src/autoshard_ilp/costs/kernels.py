@@ -91,6 +91,16 @@ def products_instead(graph: Graph, op: Op) -> str:
     return PER_TAP if plain and filled_in_taps(graph, op) > 1 else ""
 
 
+def runs_forward(graph: Graph, op: Op) -> bool:
+    """Whether XLA:GPU computes a kernel's gradient by cuDNN's forward convolution, of operands that it transposes.
+
+    It tells such a gradient by its window, the image, being larger than its result. (Of 13 sizes compiled for H100, all
+    with images of more positions than the kernel ran as ``convBackwardFilter``, none of the others.)
+    """
+    positions, taps = _places(graph, op)
+    return taps <= positions and is_kernel_gradient(graph, op) and not products_instead(graph, op)
+
+
 def swapped_by_xla(graph: Graph, op: Op) -> bool:
     """Whether XLA would take the image of a convolution for its kernel, and the kernel for an image that it dilates.
 

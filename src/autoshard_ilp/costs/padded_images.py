@@ -6,6 +6,9 @@ image ("same" of Keras), XLA:GPU writes the padded image before the call
 kernel's gradient what the two ends differ by. Where that is the same, one copy serves both, and waits for the second.
 It takes the place of an image that only these two read, and that XLA makes in a kernel of its own.
 
+**Gradients of kernels as large as the images that they make** run as forward convolutions: XLA:GPU transposes both
+operands, the features in the place of the batch, and fills in padding and dilation.
+
 **Three spatial dimensions.** cuDNN has them behind the channels. What is computed is written so; what the step is given
 is copied.
 
@@ -23,7 +26,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard_ilp.costs.kernels import PER_POSITION, is_kernel_gradient, products_instead, sums_of_one_feature
+from autoshard_ilp.costs.kernels import (
+    PER_POSITION,
+    is_kernel_gradient,
+    products_instead,
+    runs_forward,
+    sums_of_one_feature,
+    swapped_by_xla,
+)
 from autoshard_ilp.costs.padding import shape_on_device
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.graph import Graph, Op
@@ -113,6 +123,79 @@ def piece_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes
     return held
 
 
+def transposed_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
+    """Bytes that one device holds besides of the operands of a kernel's gradient that runs forward, per strategy."""
+    held = np.zeros(len(strategies), np.int64)
+    if op.primitive != CONVOLUTION or not runs_forward(graph, op):
+        return held
+    numbers = op.params["dimension_numbers"]
+    source = graph.behind(op.inputs[0], ("hub",))
+    convolved = all(reader.primitive == CONVOLUTION for reader in graph.readers(source))
+    instead = convolved and _is_fused(graph, source)  # the copy is all that is kept of it
+    for i, strategy in enumerate(strategies):
+        if any(layout is None for layout in strategy.operands):
+            continue
+        image, window = (
+            list(shape_on_device(graph.tensors[t].shape, layout, axis_sizes))
+            for t, layout in zip(op.inputs, strategy.operands, strict=True)
+        )
+        own = tuple(image)
+        for n, (d, t) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)):
+            image[d] += max(0, sum(op.params["padding"][n]))
+            window[t] = (window[t] - 1) * op.params["rhs_dilation"][n] + 1
+        if instead:
+            held[i] -= math.ceil(math.prod(own) * graph.tensors[op.inputs[0]].itemsize)
+        sizes = zip((image, window), op.inputs, strict=True)
+        held[i] += math.ceil(sum(math.prod(shape) * graph.tensors[t].itemsize for shape, t in sizes))
+    return held
+
+
+def enlarged_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_sizes: Sequence[int]) -> np.ndarray:
+    """Bytes that one device holds besides for the gradient of a strided convolution's image, per strategy.
+
+    cuDNN makes that of an image padded alike at both ends, of which XLA cuts the image's own. Where the cotangent is
+    smaller than the kernel it is copied with zeros (:func:`autoshard_ilp.taps.of_larger_image`).
+    """
+    held = np.zeros(len(strategies), np.int64)
+    dilated = op.primitive == CONVOLUTION and any(d > 1 for d in op.params["lhs_dilation"])
+    if not dilated or is_kernel_gradient(graph, op) or products_instead(graph, op):
+        return held
+    numbers, swapped = op.params["dimension_numbers"], swapped_by_xla(graph, op)
+    (image, kernel), result = (graph.tensors[t] for t in op.inputs), graph.tensors[op.outputs[0]]
+    for i, strategy in enumerate(strategies):
+        if strategy.operands[0] is None:
+            continue
+        copied = list(shape_on_device(image.shape, strategy.operands[0], axis_sizes))
+        own = shape_on_device(result.shape, strategy.partial, axis_sizes)
+        made = list(own)
+        places = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+        for n, (d, t, o) in enumerate(places):
+            copied[d] = max(copied[d], kernel.shape[t]) if swapped else copied[d]
+            spread = kernel.shape[t] + (copied[d] - 1) * op.params["lhs_dilation"][n]
+            low = kernel.shape[t] - 1 - op.params["padding"][n][0]
+            made[o] += abs(spread - own[o] - 2 * low)
+        held[i] = math.ceil((math.prod(made) - math.prod(own)) * result.itemsize)
+        held[i] += math.ceil(swapped * math.prod(copied) * image.itemsize)
+    return held
+
+
+def made_for_each(graph: Graph) -> list[int]:
+    """Images that are written for no one: each of two convolutions has a copy that is padded in another way, and XLA
+    computes what it pads inside the kernel that writes the copy."""
+    found = []
+    for op in graph.ops:
+        if op.primitive != CONVOLUTION or not _is_plain(graph, op):
+            continue
+        image = graph.behind(op.inputs[0], ("hub",))
+        ends = op.params["padding"]
+        gradients = [g for g in graph.readers(image) if _is_gradient_of(graph, g, op)]
+        differ = any(low != high for low, high in ends) and any(min(low, high) for low, high in ends)
+        alone = {r.id for r in graph.readers(image)} == {op.id, *(g.id for g in gradients)}
+        if gradients and differ and alone and _is_fused(graph, image):
+            found.append(image)
+    return found
+
+
 def _is_plain(graph: Graph, op: Op) -> bool:
     """Whether cuDNN computes a convolution whose image is not dilated and which makes no kernel's gradient."""
     dilated = any(d > 1 for d in op.params["lhs_dilation"])
@@ -127,7 +210,8 @@ def _is_gradient_of(graph: Graph, gradient: Op, op: Op) -> bool:
     kernel = (graph.tensors[op.inputs[1]].shape, op.params["dimension_numbers"].rhs_spec)
     sizes = [[shape[d] for d in spec[2:]] for shape, spec in (places, kernel)]
     strided = tuple(gradient.params["rhs_dilation"]) == tuple(op.params["window_strides"])
-    return sizes[0] == sizes[1] and strided and not products_instead(graph, gradient)
+    cudnn = not products_instead(graph, gradient) and not runs_forward(graph, gradient)
+    return sizes[0] == sizes[1] and strided and cudnn
 
 
 def _along(graph: Graph, image: int, dims: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
