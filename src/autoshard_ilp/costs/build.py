@@ -115,7 +115,7 @@ class _Account:
         self.pads = self.family == "gpu" and leaves_triton(table.graph)
         self.masked_again = masked_again(table.graph) if self.family == "gpu" else {}
         self.copied_images = copied_images(table.graph) if self.family == "gpu" else {}
-        self.kernel_copies = kernel_copies(table.graph, table.buffers.time) if self.family == "gpu" else {}
+        self.kernel_copies = kernel_copies(table.graph, table.buffers.time.tolist()) if self.family == "gpu" else {}
         self.siblings = held_for_siblings(table.graph, table.buffers) if self.pads else {}
         gpu = self.family == "gpu"
         self.beside = gradients_beside(table.graph, table.buffers, self.reduced) if gpu else {}

@@ -133,11 +133,12 @@ def transposed_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_
     convolved = all(reader.primitive == CONVOLUTION for reader in graph.readers(source))
     instead = convolved and _is_fused(graph, source)  # the copy is all that is kept of it
     for i, strategy in enumerate(strategies):
-        if any(layout is None for layout in strategy.operands):
+        left, right = strategy.operands
+        if left is None or right is None:
             continue
         image, window = (
             list(shape_on_device(graph.tensors[t].shape, layout, axis_sizes))
-            for t, layout in zip(op.inputs, strategy.operands, strict=True)
+            for t, layout in zip(op.inputs, (left, right), strict=True)
         )
         own = tuple(image)
         for n, (d, t) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)):
@@ -166,7 +167,8 @@ def enlarged_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_si
         if strategy.operands[0] is None:
             continue
         copied = list(shape_on_device(image.shape, strategy.operands[0], axis_sizes))
-        own = shape_on_device(result.shape, strategy.partial, axis_sizes)
+        unreduced = strategy.results[0] if strategy.partial is None else strategy.partial
+        own = shape_on_device(result.shape, unreduced, axis_sizes)
         made = list(own)
         places = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
         for n, (d, t, o) in enumerate(places):
