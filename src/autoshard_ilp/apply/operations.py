@@ -16,14 +16,13 @@ from autoshard_ilp import manual, ties
 from autoshard_ilp.apply.planned import Planned
 from autoshard_ilp.apply.values import Frame, Values
 from autoshard_ilp.bounds import within_bounds
-from autoshard_ilp.costs.kernels import is_kernel_gradient
 from autoshard_ilp.costs.precision import added_up_wide
 from autoshard_ilp.costs.primitives import PRODUCTS, VIEWS
 from autoshard_ilp.graph import Op
 from autoshard_ilp.lookup import along_inner, look_up
 from autoshard_ilp.order import SCATTERED_ONLY
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_bytes, replicated, to_partition_spec
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_bytes, replicated, to_partition_spec
 from autoshard_ilp.taps import as_products, without_batch_groups
 
 MIRRORED_HERE = frozenset({"gpu"})
@@ -34,14 +33,6 @@ ZEROS_LATE = frozenset({"gpu"})
 
 VIEWED_FREELY = frozenset({"gpu"})
 """Platforms whose products read transposed operands as they are, so that a view is no copy."""
-
-
-IN_ORDER_OF_KERNELS = frozenset({"gpu"})
-"""Platforms on which gradients of kernels are put in the order of the kernel's dimensions as soon as they are there.
-
-cuDNN makes them in another one. XLA:GPU would keep it up to the update, whose kernel reads some of its operands along
-other dimensions than it writes then, so that it overwrites none of them: with Adam a kernel, its two slots and all
-three results are there at once (``f32[5,5,256,512]`` on 8 H100s: 126 MB, of which 39 are these results)."""
 
 
 class Operations:
@@ -84,9 +75,6 @@ class Operations:
             outs = args  # the plan replaces constraints written for another mesh
         else:
             outs = self.bind(op, args, frame)
-            if self.plan.platform in IN_ORDER_OF_KERNELS and self.is_large_kernel_gradient(op):
-                with compat.under_name_stack(self.plan.stack(op)):
-                    outs = [self.in_rows(op.outputs[0], outs[0])]
         with compat.under_name_stack(self.plan.stack(op)):
             for j, out in enumerate(outs):
                 self.values.write(frame, op, j, out)
@@ -204,19 +192,6 @@ class Operations:
         """What computes an equation on the mesh's devices."""
         by_products: Callable[..., Any] | None = as_products(self.graph, op, self.plan.platform)
         return by_products or compat.binder(op.eqn, self.plan.mesh)
-
-    def in_rows(self, tensor: int, value: Any) -> Any:
-        """A tensor whose last dimension is minor in memory, on every device: the constraint is not partitioned."""
-        plan, shape = self.plan, self.graph.tensors[tensor].shape
-        layout = plan.layout(tensor)
-        if layout is None or PARTIAL in layout or not divides(shape, layout, plan.axis_sizes):
-            return value
-        return manual.mapped(compat.row_major, [value], [shape], [layout], shape, layout, plan.mesh, plan.axis_names)
-
-    def is_large_kernel_gradient(self, op: Op) -> bool:
-        """Whether a convolution makes the gradient of a kernel that takes a good deal of memory."""
-        convolves = op.primitive == "conv_general_dilated" and is_kernel_gradient(self.graph, op)
-        return convolves and self.graph.tensors[op.outputs[0]].bytes >= ties.MIN_COPY_BYTES
 
     def repeated(self, op: Op, args: list[Any]) -> list[Any]:
         """Operands of ``op``, those repeated device by device that XLA would repeat once for several layouts."""
