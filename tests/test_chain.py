@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard_ilp.program import solve, whole
-from autoshard_ilp.program.chain import _potentials, chain_bound, minimum
+from autoshard_ilp.program.chain import _potentials, chain_bound
+from autoshard_ilp.program.minimum import minimum
 from autoshard_ilp.program.model import Edge, Node, Program, SolverOptions
 from autoshard_ilp.program.net import build_net
 from autoshard_ilp.program.presolve import Presolve

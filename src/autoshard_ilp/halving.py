@@ -451,14 +451,14 @@ class _Divided(Generic[P]):
     def _without_ties(self, fine: P, start: np.ndarray | None, known: Left) -> float | None:
         """Lower bound in seconds of all plans without a budget; None where that cannot show that memory hardly costs.
 
-        The program without a budget is left as soon as its best plan does not fit, long before it is proved. Where that
-        plan costs next to what one costs that fits, its proof is worth more than any search for a better one.
+        The program without a budget is left as soon as its best plan does not fit, often long before it is proved.
+        Where that plan costs next to what one costs that fits, its proof is worth more than any search for a better one.
         """
         if self.free_bound is None or start is None or self.stopped or self.first is None or not fine.table.tied:
             return None
         cost, best = fine.program.cost(start), self.one.program.cost(known.relaxed)
         least = (1 - HARDLY) * cost
-        if fine.program.peak(start) > fine.program.capacity or not known.without_memory < least <= best:
+        if fine.program.peak(start) > fine.program.capacity or least > best:
             return None
         try:
             free = self.free_bound(fine, start, FREE_SHARE * self.left())

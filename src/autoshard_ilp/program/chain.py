@@ -24,9 +24,8 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard_ilp.program import reduce
 from autoshard_ilp.program.bounds import Messages
-from autoshard_ilp.program.core import Descent
+from autoshard_ilp.program.minimum import minimum
 from autoshard_ilp.program.model import Edge, Program
 from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
 from autoshard_ilp.program.repeats import Copies
@@ -47,7 +46,7 @@ HARDLY = 1e-6
 ENOUGH = 1e-8, HARDLY / 2
 """Of the cost: how far the minima of all layers, and of the surroundings, may be from what is proved of them."""
 
-REST_TIMES, REST_SECONDS = 3.0, 5.0
+REST_TIMES, REST_SECONDS = 2.0, 5.0
 """What the surroundings may take, of the time that everything before them took, and at least: they take 1 to 3 s as a
 rule, and where they are not solved, the whole step is (80 layers: 13 s)."""
 
@@ -100,41 +99,6 @@ def chain_bound(
         return chain.run()
     except EmptyNodeError:
         return None
-
-
-def minimum(net: Net, known: np.ndarray, deadline: float, enough: float) -> tuple[float, np.ndarray]:
-    """Lower bound in seconds of a net, which it empties, and the best assignment found.
-
-    Args:
-        net: to be minimised.
-        known: a finite assignment.
-        deadline: monotonic seconds.
-        enough: seconds that the bound may be off.
-    """
-    whole = net.copy()
-    best, upper, lower = known, whole.value(known), -math.inf
-
-    def offer(choices: np.ndarray) -> float:
-        nonlocal best, upper
-        value = whole.value(choices)
-        if value < upper:
-            best, upper = choices, value
-        return upper
-
-    def prove(bound: float) -> None:
-        nonlocal lower
-        lower = max(lower, bound)
-
-    try:
-        Descent(offer, prove, lambda: upper - lower <= enough, deadline).run(net, upper)
-    except EmptyNodeError:  # nothing is cheaper
-        lower = upper
-    if lower == -math.inf:  # out of time before anything was proved
-        reduce.compress_all(whole)
-        messages = Messages(whole)
-        messages.sweep(count=CHECK)
-        lower = messages.bound
-    return min(lower, upper), best
 
 
 @dataclass(eq=False)

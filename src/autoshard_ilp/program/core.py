@@ -99,6 +99,7 @@ class Descent:
         rounds: most neighbours and most table cells of an eliminated node, round by round.
         least_sweeps: of a round, before it may end because little changes.
         better: looks for a plan in other ways, once, and returns the best known cost in seconds.
+        presolved: the net is as the first round's presolve leaves it.
     """
 
     offer: Callable[[np.ndarray], float]
@@ -109,6 +110,7 @@ class Descent:
     rounds: Sequence[tuple[int, int]] = ROUNDS
     least_sweeps: Callable[[], int] = lambda: 2 * CHECK
     better: Callable[[], float] | None = None
+    presolved: bool = False
     branching: StrongBranching | None = field(default=None, init=False)
     widening: Widening | None = field(default=None, init=False)
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -131,7 +133,8 @@ class Descent:
             before = net.size()
             presolve = Presolve(net, max_degree=degree, max_cells=cells, deadline=self.deadline)
             try:
-                presolve.run()
+                if not self.presolved or self.log:
+                    presolve.run()
             finally:
                 self.presolve_seconds += time.monotonic() - since
             entry: dict[str, Any] = {"before": before, "removed": dict(presolve.counts), "after": net.size()}
