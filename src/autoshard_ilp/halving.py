@@ -10,6 +10,7 @@ decision for all is solved without memory; what fits then is the answer, and not
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 from autoshard_ilp.between import best_between
 from autoshard_ilp.costs.fold import LEAST_SPLIT
 from autoshard_ilp.division import HALF, Division, division_of
-from autoshard_ilp.kinds import Kept, better_of_its_kind, starts_of_kinds
+from autoshard_ilp.kinds import Kept, better_of_its_kind, of_coarser_mesh, starts_of_kinds
 
 BINDS = "Memory binds: "
 """How the note begins that says how far repeated layers decide for themselves."""
@@ -296,7 +297,8 @@ class _Divided(Generic[P]):
             known = self._bounded(same, known)
         if known.by_kind and known.choices is not None and not self.stopped:
             seconds = KIND_AGAIN * self.left()
-            better, self.stopped = better_of_its_kind(same.program, same.kinds(), self.solve, known.choices, seconds)
+            kinds = itertools.chain(of_coarser_mesh(same.program, known.choices), same.kinds())
+            better, self.stopped = better_of_its_kind(same.program, kinds, self.solve, known.choices, seconds)
             known = replace(known, choices=better)
         return same, self._go_on(same, known), (_note(same),) if known.first_share else ()
 
@@ -398,9 +400,9 @@ class _Divided(Generic[P]):
         seconds = (KINDS_ALONE if self.by_kind else KINDS_SHARE) * self.until_end()
         least, one = min(best, self.cutoff), self.one
         first = self.by_kind or wide(one.program)
-        more, self.stopped = starts_of_kinds(
-            one.program, one.kinds(), self.solve, seconds, self.clock, least, one=first
-        )
+        near = iter(()) if self.known is None else of_coarser_mesh(one.program, self.known.relaxed)
+        kinds = itertools.chain(near, one.kinds())
+        more, self.stopped = starts_of_kinds(one.program, kinds, self.solve, seconds, self.clock, least, one=first)
         if self.stopped or (self.by_kind and more):  # one of many similar steps: the best of them is taken up again
             self.ends = self.clock()
         self.plans, self.by_kind = [*self.plans, *more], self.by_kind or bool(more)
@@ -417,7 +419,7 @@ class _Divided(Generic[P]):
         if fine.table.first_share == one.table.first_share:
             known = replace(known, lower_bound=max(known.lower_bound, self.bound))
         of_fine = replace(known, first_share=fine.table.first_share, choices=start, relaxed=relaxed, prices=self.prices)
-        long = free is not None and cells_of(fine.program) > LONG_CELLS
+        long = wide(fine.program) or (free is not None and cells_of(fine.program) > LONG_CELLS)
         enough = max(self.enough, HARDLY) if long else self.enough
         keywords = self.keywords | ({"relative_gap": enough} if enough else {})
         found = _with_memory(fine, self.solve, of_fine, self.until_end(), **keywords)

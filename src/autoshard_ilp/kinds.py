@@ -1,8 +1,9 @@
-"""Plans of the kinds that people write by hand, as starts where memory binds and no good plan is known.
+"""Plans of known kinds, as starts where memory binds and no good plan is known: of a coarser mesh, or as written by hand.
 
-Once it is settled how weights and optimizer slots are stored, little is left of what memory has to choose between, and
-the program is solved in a part of the time: prices alone may need minutes to find a plan that is as good. The best plan
-lies elsewhere as a rule, but close to one of these, and is looked for from there.
+Where the best plan without a budget is nearly one of a coarser mesh, so is the best one within the budget as a rule.
+Else, once it is settled how weights and optimizer slots are stored, little is left of what memory has to choose
+between. Either program is solved in a part of the time: prices alone may need minutes to find a plan that is as good.
+The best plan lies elsewhere as a rule, but close to one of these, and is looked for from there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ PART = 0.6
 
 LEAST_SECONDS = 1.5
 """In less, no kind shows anything."""
+
+NEARLY = 0.95
+"""Share of a plan's choices that are those of a coarser mesh, from which on it is nearly one."""
 
 GAP = 0.01
 """Relative gap to its bound of a plan of some kind that will do."""
@@ -64,6 +68,23 @@ def kinds_of(table: Any, program: Any, infos: Any, mesh: Any) -> Iterator[Kept]:
         if key not in seen:
             seen.add(key)
             yield kept
+
+
+def of_coarser_mesh(program: Any, choices: np.ndarray) -> Iterator[Kept]:
+    """What the coarser mesh leaves (:mod:`autoshard_ilp.costs.coarse`) that a plan is nearly of, if there is one.
+
+    Args:
+        program: the whole one.
+        choices: of the plan; it need not fit.
+    """
+
+    def share(kept: Kept) -> float:
+        return sum(bool(mask[s]) for mask, s in zip(kept, choices, strict=True)) / len(choices)
+
+    families = [] if program.families is None else program.families()
+    nearest = max(families, key=share, default=None)
+    if nearest is not None and share(nearest) >= NEARLY:
+        yield nearest
 
 
 def better_of_its_kind(

@@ -46,7 +46,7 @@ HARDLY = 1e-6
 ENOUGH = 1e-8, HARDLY / 2
 """Of the cost: how far the minima of all layers, and of the surroundings, may be from what is proved of them."""
 
-REST_TIMES, REST_SECONDS = 2.0, 5.0
+REST_TIMES, REST_SECONDS = 1.0, 5.0
 """What the surroundings may take, of the time that everything before them took, and at least: they take 1 to 3 s as a
 rule, and where they are not solved, the whole step is (80 layers: 13 s)."""
 
