@@ -22,7 +22,7 @@ import numpy as np
 from autoshard_ilp.between import best_between
 from autoshard_ilp.costs.fold import LEAST_SPLIT
 from autoshard_ilp.division import HALF, Division, division_of
-from autoshard_ilp.kinds import Kept, better_of_its_kind, of_coarser_mesh, starts_of_kinds
+from autoshard_ilp.kinds import NEARLY, Kept, better_of_its_kind, of_coarser_meshes, starts_of_kinds
 
 BINDS = "Memory binds: "
 """How the note begins that says how far repeated layers decide for themselves."""
@@ -77,6 +77,9 @@ HARDLY = 3e-3
 
 LONG_CELLS = 200_000
 """... of a program with more table cells than this."""
+
+FREE_FAR = 0.05
+"""Share of a plan's seconds that the bound without a budget is below it, from which on more of a proof shows little."""
 
 PLAN_SHARE = 0.6
 """Of the time left: what the larger program may take to find a plan before the smaller one is tried."""
@@ -297,7 +300,7 @@ class _Divided(Generic[P]):
             known = self._bounded(same, known)
         if known.by_kind and known.choices is not None and not self.stopped:
             seconds = KIND_AGAIN * self.left()
-            kinds = itertools.chain(of_coarser_mesh(same.program, known.choices), same.kinds())
+            kinds = itertools.chain(of_coarser_meshes(same.program, known.choices, 1.0), same.kinds())
             better, self.stopped = better_of_its_kind(same.program, kinds, self.solve, known.choices, seconds)
             known = replace(known, choices=better)
         return same, self._go_on(same, known), (_note(same),) if known.first_share else ()
@@ -399,9 +402,11 @@ class _Divided(Generic[P]):
         """Plans of known kinds, that cost less than the ``best`` so far; the first one will do where that is long."""
         seconds = (KINDS_ALONE if self.by_kind else KINDS_SHARE) * self.until_end()
         least, one = min(best, self.cutoff), self.one
-        first = self.by_kind or wide(one.program)
-        near = iter(()) if self.known is None else of_coarser_mesh(one.program, self.known.relaxed)
-        kinds = itertools.chain(near, one.kinds())
+        large = wide(one.program)
+        first, kinds = self.by_kind or large, one.kinds()
+        if self.known is not None:
+            coarser = of_coarser_meshes(one.program, self.known.relaxed, 0.0 if large else NEARLY)
+            kinds = itertools.chain(coarser, kinds)
         more, self.stopped = starts_of_kinds(one.program, kinds, self.solve, seconds, self.clock, least, one=first)
         if self.stopped or (self.by_kind and more):  # one of many similar steps: the best of them is taken up again
             self.ends = self.clock()
@@ -460,7 +465,8 @@ class _Divided(Generic[P]):
             return None
         cost, best = fine.program.cost(start), self.one.program.cost(known.relaxed)
         least = (1 - HARDLY) * cost
-        if fine.program.peak(start) > fine.program.capacity or least > best:
+        hopeless = least > best or known.without_memory < (1 - FREE_FAR) * cost
+        if hopeless or fine.program.peak(start) > fine.program.capacity:
             return None
         try:
             free = self.free_bound(fine, start, FREE_SHARE * self.left())

@@ -1,9 +1,9 @@
 """Plans of known kinds, as starts where memory binds and no good plan is known: of a coarser mesh, or as written by hand.
 
-Where the best plan without a budget is nearly one of a coarser mesh, so is the best one within the budget as a rule.
-Else, once it is settled how weights and optimizer slots are stored, little is left of what memory has to choose
-between. Either program is solved in a part of the time: prices alone may need minutes to find a plan that is as good.
-The best plan lies elsewhere as a rule, but close to one of these, and is looked for from there.
+The best plan within a budget is often like one of a coarser mesh, most so of that which the best plan without a budget
+is most like. Or else, once it is settled how weights and optimizer slots are stored, little is left of what memory has
+to choose between. Either program is solved in a part of the time: prices alone may need minutes to find a plan that is
+as good. The best plan lies elsewhere as a rule, but close to one of these, and is looked for from there.
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ def kinds_of(table: Any, program: Any, infos: Any, mesh: Any) -> Iterator[Kept]:
             yield kept
 
 
-def of_coarser_mesh(program: Any, choices: np.ndarray) -> Iterator[Kept]:
-    """What the coarser mesh leaves (:mod:`autoshard_ilp.costs.coarse`) that a plan is nearly of, if there is one.
+def of_coarser_meshes(program: Any, choices: np.ndarray, least: float = 0.0) -> Iterator[Kept]:
+    """What coarser meshes leave (:mod:`autoshard_ilp.costs.coarse`), those first that a plan is most like.
 
     Args:
         program: the whole one.
         choices: of the plan; it need not fit.
+        least: share of its choices that are also those of the coarser mesh.
     """
 
     def share(kept: Kept) -> float:
         return sum(bool(mask[s]) for mask, s in zip(kept, choices, strict=True)) / len(choices)
 
     families = [] if program.families is None else program.families()
-    nearest = max(families, key=share, default=None)
-    if nearest is not None and share(nearest) >= NEARLY:
-        yield nearest
+    known = sorted(((share(kept), -number) for number, kept in enumerate(families)), reverse=True)
+    yield from (families[-number] for part, number in known if part >= least)
 
 
 def better_of_its_kind(
