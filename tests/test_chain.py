@@ -226,8 +226,15 @@ def test_of_a_large_program_a_bound_that_leaves_hardly_a_gap_is_the_answer(monke
         if gap < 1e-6:
             continue
         open_ += 1
-        for nodes, hardly, solved in ((-1, 2 * gap, False), (-1, 0.5 * gap, True), (0, 2 * gap, True)):
-            monkeypatch.setattr(whole, "MANY_NODES", len(chain.program.nodes) + nodes)
+        count, cells = len(chain.program.nodes), sum(edge.table.size for edge in chain.program.edges)
+        for nodes, more, hardly, solved in (
+            (-1, 0, 2 * gap, False),
+            (0, -1, 2 * gap, False),
+            (-1, -1, 0.5 * gap, True),
+            (0, 0, 2 * gap, True),
+        ):
+            monkeypatch.setattr(whole, "MANY_NODES", count + nodes)
+            monkeypatch.setattr(whole, "MANY_CELLS", cells + more)
             monkeypatch.setattr(whole, "HARDLY", hardly)
             answer = solve_repeated(chain.program, chain.alike, chain.known, options)
             assert ("stamping" in answer.report["seconds"]) == solved

@@ -218,7 +218,7 @@ def problem(name: str, class_of: list[int], capacity: int | None = 1, share: flo
     nodes = [SimpleNamespace(costs=np.zeros(1)) for _ in classes]
     answers = {"cost": lambda x: float(x[0]), "peak": lambda x: 0}
     program = SimpleNamespace(capacity=capacity, nodes=nodes, edges=[], **answers)
-    return SimpleNamespace(name=name, table=table, program=program, kinds=lambda: iter(()))
+    return SimpleNamespace(name=name, table=table, program=program, kinds=lambda *_: iter(()))
 
 
 TIED, FINE = problem("tied", [0, 1, 1, 1, 1]), problem("fine", [0, 1, 1, 2, 2], share=0.5)
@@ -289,7 +289,8 @@ def test_the_larger_program_starts_from_what_is_known() -> None:
     [
         (1.9, 1.999, True, True),  # little was known of the best plan without a budget; it costs next to the same
         (1.9, 1.95, True, False),  # or it might not
-        (1.999, 1.9, False, False),  # much was known
+        (1.999, 1.999, True, True),  # much was known, with one decision for all repeated layers
+        (1.7, 1.999, False, False),  # so little was known that a proof is not in sight
     ],
 )
 @pytest.mark.parametrize("long", [False, True])
@@ -317,7 +318,7 @@ def test_a_budget_that_hardly_costs_needs_no_long_proof(
 
 
 def test_an_interrupt_of_that_proof_ends_the_search_with_its_plan() -> None:
-    first, met = solution(2.0, "feasible", 1.9, large=True), solution(7.0, "feasible", 1.0)
+    first, met = solution(2.0, "feasible", 6.9, large=True), solution(7.0, "feasible", 1.0)
     first.report["relaxed"] = np.array([8, 8])
     solver = _Solver([first, met, solution(7.0, "feasible", 1.0)])
 
@@ -332,7 +333,7 @@ def test_an_interrupt_of_that_proof_ends_the_search_with_its_plan() -> None:
 def one_kind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The program with one decision for all layers has one kind, of the second of ten strategies."""
     kept = [np.arange(10) == 1, np.arange(10) == 1]
-    monkeypatch.setattr(TIED, "kinds", lambda: iter([kept]))
+    monkeypatch.setattr(TIED, "kinds", lambda *_: iter([kept]))
     monkeypatch.setattr(kinds, "restricted", lambda program, kept: program)
     yield
 
@@ -582,16 +583,19 @@ def test_programs_of_three_axes_are_wide_and_halved_without_looking_for_prices(m
     assert not halving.wide(SimpleNamespace(edges=edges))
     assert halving.wide(SimpleNamespace(edges=[*edges, SimpleNamespace(table=np.zeros((1, 1)))]))
     monkeypatch.setattr(halving, "WIDE_CELLS", -1)
-    solver = _Solver(answers(LARGE, 2.0))
+    solver, asked = _Solver(answers(LARGE, 2.0)), []
+    monkeypatch.setattr(TIED, "kinds", lambda like, least: (asked.append((like.tolist(), least)), iter(()))[1])
     _, _, notes = solve_divided(make, solver, 100.0, lambda: solver.now)
     assert solver.names() == ["tied", "fine"] and notes == (halving.HALVED,)
+    assert asked == [([7, 8], 0.0)], "the kinds that the best plan without a budget is like"
+    assert solver.asked[-1][3]["relative_gap"] == halving.HARDLY, "a long proof of how much exactly is worth little"
 
 
 def test_wide_programs_begin_from_the_first_plan_of_a_known_kind(
     one_kind: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(halving, "WIDE_CELLS", -1)
-    monkeypatch.setattr(TIED, "kinds", lambda kind=TIED.kinds: iter([*kind(), *kind()]))
+    monkeypatch.setattr(TIED, "kinds", lambda *_, kind=TIED.kinds: iter([*kind(), *kind()]))
     solver = _Solver([*answers(LARGE), of_kind(2.5), solution(2.2, "feasible", 2.0)])
     _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now)
     assert solver.names() == ["tied", "kind", "tied"] and found.report["by_kind"], "one is enough"

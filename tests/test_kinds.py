@@ -11,8 +11,8 @@ import pytest
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import kinds
-from autoshard_ilp.kinds import kinds_of, starts_of_kinds
+from autoshard_ilp import attempt, kinds
+from autoshard_ilp.kinds import kinds_of, of_coarser_meshes, starts_of_kinds
 from autoshard_ilp.pins import boundary_layouts
 from autoshard_ilp.program.model import Node, Program
 from autoshard_ilp.recipes import RECIPES
@@ -68,6 +68,40 @@ def test_only_training_steps_have_kinds() -> None:
     assert kept_of(planned(mode="predict")) == []
     plan = autoshard.optimize_fn(lambda w, x: x @ w, (np.ones((8, 8)), np.ones((8, 8))), MESH, hardware="cpu-host")
     assert kept_of(plan) == []
+
+
+def test_coarser_meshes_come_in_the_order_of_how_much_a_plan_is_like_them() -> None:
+    families = [
+        [np.array(mask) for mask in family]
+        for family in (
+            ([True, False], [True, False], [True, True]),
+            ([True, True], [False, True], [True, False]),
+            ([False, True], [False, True], [False, True]),
+        )
+    ]
+    nodes = tuple(Node(name, np.zeros(2)) for name in "abc")
+    program = Program(nodes, (), families=lambda: families)
+
+    def numbers(plan: list[int], least: float = 0.0) -> list[int]:
+        known = [id(family) for family in families]
+        return [known.index(id(kept)) for kept in of_coarser_meshes(program, np.array(plan), least)]
+
+    assert numbers([1, 1, 1]) == [2, 1, 0]
+    assert numbers([0, 0, 0]) == [0, 1, 2]
+    assert numbers([0, 1, 1]) == [0, 1, 2], "of equals, the coarsest mesh first"
+    assert numbers([1, 1, 1], 2 / 3) == [2, 1] and numbers([1, 1, 1], 1.0) == [2] and numbers([0, 1, 1], 1.0) == []
+    assert list(of_coarser_meshes(Program(nodes, ()), np.zeros(3, int))) == []
+
+
+def test_coarser_meshes_come_before_what_people_write() -> None:
+    trail = planned().trail
+    problem = attempt.Priced(trail.costs, trail.built, None, trail.infos, trail.request.mesh)
+    choices, recipes = trail.solution.choices, kept_of(planned())
+    every = list(problem.kinds(choices, 0.0))
+    assert len(every) == len(trail.program.families()) + len(recipes)
+    assert len(list(problem.kinds(None, 0.0))) == len(recipes)
+    shares = [np.mean([mask[s] for mask, s in zip(kept, choices, strict=True)]) for kept in every[: -len(recipes)]]
+    assert shares == sorted(shares, reverse=True)
 
 
 class Solver:

@@ -16,7 +16,7 @@ from autoshard_ilp.division import HALF
 from autoshard_ilp.errors import UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.halving import Left, for_any_plan, solve_divided, within
-from autoshard_ilp.kinds import Kept, kinds_of
+from autoshard_ilp.kinds import Kept, kinds_of, of_coarser_meshes
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
@@ -106,9 +106,14 @@ class Priced:
         """The program, as :func:`autoshard_ilp.halving.solve_divided` wants it."""
         return self.built.program
 
-    def kinds(self) -> Iterator[Kept]:
-        """What plans of a known kind each may use (:mod:`autoshard_ilp.kinds`)."""
-        return kinds_of(self.table, self.program, self.infos, self.mesh)
+    def kinds(self, like: np.ndarray | None, least: float) -> Iterator[Kept]:
+        """What plans of a known kind each may use (:mod:`autoshard_ilp.kinds`).
+
+        Those of coarser meshes first, of which at least so large a share of the choices of a plan ``like`` them is.
+        """
+        if like is not None:
+            yield from of_coarser_meshes(self.program, like, least)
+        yield from kinds_of(self.table, self.program, self.infos, self.mesh)
 
 
 def attempt(

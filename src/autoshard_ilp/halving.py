@@ -10,7 +10,6 @@ decision for all is solved without memory; what fits then is the answer, and not
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ import numpy as np
 from autoshard_ilp.between import best_between
 from autoshard_ilp.costs.fold import LEAST_SPLIT
 from autoshard_ilp.division import HALF, Division, division_of
-from autoshard_ilp.kinds import NEARLY, Kept, better_of_its_kind, of_coarser_meshes, starts_of_kinds
+from autoshard_ilp.kinds import NEARLY, Kept, better_of_its_kind, starts_of_kinds
 
 BINDS = "Memory binds: "
 """How the note begins that says how far repeated layers decide for themselves."""
@@ -78,7 +77,7 @@ HARDLY = 3e-3
 LONG_CELLS = 200_000
 """... of a program with more table cells than this."""
 
-FREE_FAR = 0.05
+FREE_FAR = 0.12
 """Share of a plan's seconds that the bound without a budget is below it, from which on more of a proof shows little."""
 
 PLAN_SHARE = 0.6
@@ -105,7 +104,7 @@ class Priced(Protocol):
     def program(self) -> Any:
         """The :class:`~autoshard_ilp.program.model.Program` built from it."""
 
-    def kinds(self) -> Iterator[Kept]:
+    def kinds(self, like: np.ndarray | None, least: float) -> Iterator[Kept]:
         """Restrictions of the program that leave plans of a known kind each (:mod:`autoshard_ilp.kinds`)."""
 
 
@@ -300,7 +299,7 @@ class _Divided(Generic[P]):
             known = self._bounded(same, known)
         if known.by_kind and known.choices is not None and not self.stopped:
             seconds = KIND_AGAIN * self.left()
-            kinds = itertools.chain(of_coarser_meshes(same.program, known.choices, 1.0), same.kinds())
+            kinds = same.kinds(known.choices, 1.0)
             better, self.stopped = better_of_its_kind(same.program, kinds, self.solve, known.choices, seconds)
             known = replace(known, choices=better)
         return same, self._go_on(same, known), (_note(same),) if known.first_share else ()
@@ -403,10 +402,8 @@ class _Divided(Generic[P]):
         seconds = (KINDS_ALONE if self.by_kind else KINDS_SHARE) * self.until_end()
         least, one = min(best, self.cutoff), self.one
         large = wide(one.program)
-        first, kinds = self.by_kind or large, one.kinds()
-        if self.known is not None:
-            coarser = of_coarser_meshes(one.program, self.known.relaxed, 0.0 if large else NEARLY)
-            kinds = itertools.chain(coarser, kinds)
+        first, like = self.by_kind or large, None if self.known is None else self.known.relaxed
+        kinds = one.kinds(like, 0.0 if large else NEARLY)
         more, self.stopped = starts_of_kinds(one.program, kinds, self.solve, seconds, self.clock, least, one=first)
         if self.stopped or (self.by_kind and more):  # one of many similar steps: the best of them is taken up again
             self.ends = self.clock()
@@ -459,7 +456,7 @@ class _Divided(Generic[P]):
         """Lower bound in seconds of all plans without a budget; None where that cannot show that memory hardly costs.
 
         The program without a budget is left as soon as its best plan does not fit, often long before it is proved.
-        Where that plan costs next to what one costs that fits, its proof is worth more than any search for a better one.
+        Where that plan costs next to what one costs that fits, its proof is worth more than a search for a better one.
         """
         if self.free_bound is None or start is None or self.stopped or self.first is None or not fine.table.tied:
             return None

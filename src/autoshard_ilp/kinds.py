@@ -1,4 +1,4 @@
-"""Plans of known kinds, as starts where memory binds and no good plan is known: of a coarser mesh, or as written by hand.
+"""Plans of coarser meshes, and of the kinds that people write by hand: starts where memory binds.
 
 The best plan within a budget is often like one of a coarser mesh, most so of that which the best plan without a budget
 is most like. Or else, once it is settled how weights and optimizer slots are stored, little is left of what memory has

@@ -67,9 +67,7 @@ def parts_of(net: Net) -> list[Net]:
     return sorted(found.values(), key=lambda own: own.size()["cells"])
 
 
-def _least(
-    net: Net, known: np.ndarray, most: float, deadline: float, enough: float
-) -> tuple[float, np.ndarray | None]:
+def _least(net: Net, known: np.ndarray, most: float, deadline: float, enough: float) -> tuple[float, np.ndarray | None]:
     """As :func:`minimum`, of a connected part; no assignment where ``known`` is none of it and no better one was found.
 
     ``most``: seconds; of no assignment that costs as much is anything to be known.

@@ -54,9 +54,9 @@ STALL = 1e-5
 BOUND_PART = 0.5
 """Of the time: what the bound of the chain may take of a program that is solved after it."""
 
-MANY_NODES = 15_000
-"""A program of more nodes is not solved where the bound of the chain leaves less than ``HARDLY``; a smaller one is,
-which takes little."""
+MANY_NODES, MANY_CELLS = 15_000, 20_000_000
+"""A program of more nodes, or table cells, is not solved where the bound of the chain leaves less than ``HARDLY``; a
+smaller one is, which takes little."""
 
 
 def solve_repeated(
@@ -100,7 +100,7 @@ def solve_repeated(
             search.tell("proof")
         search.add_seconds("chain", since)
         far = search.upper - search.lower > FAR * abs(search.upper)
-        known_well = len(program.nodes) > MANY_NODES and search.upper - search.lower <= HARDLY * abs(search.upper)
+        known_well = _long(program) and search.upper - search.lower <= HARDLY * abs(search.upper)
         if (most_cells or far) and not (search.done() or known_well) and time.monotonic() < search.deadline:
             since = time.monotonic()
             net = stamped_net(program, repeated, search.deadline)
@@ -118,6 +118,11 @@ def solve_repeated(
     except EmptyNodeError:
         search.nothing_below()
     return search.finish(False)
+
+
+def _long(program: Program) -> bool:
+    """Whether solving a program takes long."""
+    return len(program.nodes) > MANY_NODES or sum(edge.table.size for edge in program.edges) > MANY_CELLS
 
 
 class Sight:
