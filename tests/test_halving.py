@@ -277,7 +277,7 @@ def test_the_larger_program_starts_from_what_is_known() -> None:
     known = {"relaxed": [7, 8, 8], "plan_seconds": pytest.approx(0.6 * 97.0), "without_memory": 1.9, "proved": -np.inf}
     assert solver.asked == [
         ("tied", None, 100.0, {"rows": False}),
-        ("tied", None, 97.0 / 4, {"mixing": True, "relaxed": [7, 8]}),
+        ("tied", None, 97.0 / 4, {"mixing": True, "relaxed": [7, 8], "without_memory": 1.9}),
         ("fine", [7, 9, 9], 94.0, {**known, "prices": {5: 1e-9}}),
     ]
     assert found.report["without_memory"] == 1.9 and notes == (halving.HALVED,)

@@ -376,7 +376,8 @@ class _Divided(Generic[P]):
         if not large and not self.by_kind:
             before = True if tied is None or tied.mixed is None else tied.mixed
             seconds = MIXING_SHARE * self.until_end()
-            shown = self.solve(one, None, seconds, mixing=before, relaxed=known.relaxed)
+            more = {"relaxed": known.relaxed, "without_memory": known.without_memory}
+            shown = self.solve(one, None, seconds, mixing=before, **more)
             if shown.report.get("interrupted"):
                 return one, shown, ()
             self.bound = max(self.bound, _bound(shown))

@@ -130,7 +130,7 @@ class Mixing:
             net = build_net(owner.program, owner.keep, owner.rows, owner.room.cells)
             self.search.presolve(net, 3, CELLS)
             part = PricedNet(owner, net, np.array([owner.prices.get(r.time, 0.0) for r in owner.rows]))
-            part.improve_prices(PRICES_SHARE)
+            part.improve_prices(PRICES_SHARE, exact=True)
             self.prices, self.bound, self.cuts, self.met = part.prices, part.bound, part.cuts, part.met
             owner.prices = self._by_time()
             fresh = part.fresh

@@ -40,6 +40,7 @@ REPAIRED = 2  # plans met
 REPAIRS = 16  # times their prices are raised, at most ..
 REPAIR_STEP = 1.5  # .. to so many times as much
 ENOUGH = 5e-4  # relative gap from which on other prices leave little less than the best plan known rules out
+ASKED = 2.0  # .. or, of a net whose relaxations take long, so many times the gap that is asked for
 ROUNDS = 3  # of relaxations of a few strategies per node, at most
 CLOSE = 0.05  # of the gap: prices that near to the best are good enough
 CLOSED = 0.1  # of the gap: worth another round
@@ -102,8 +103,11 @@ class PricedNet:
         now = time.monotonic()
         return now + share * (self.search.deadline - now)
 
-    def improve_prices(self, share: float = PRICES_SHARE) -> None:
-        """Looks for the prices of the best bound, until they hardly raise it, for a share of the time left at most."""
+    def improve_prices(self, share: float = PRICES_SHARE, exact: bool = False) -> None:
+        """Looks for the prices of the best bound, until they hardly raise it, for a share of the time left at most.
+
+        ``exact``: priced optima come next, which know better where messages prove less than is known without memory.
+        """
         if self.prices.any():
             steps = WARM_STEPS
         elif self.search.best is None and math.isfinite(self.search.upper):
@@ -120,10 +124,13 @@ class PricedNet:
         elif self.lacking():
             self._scale(self.prices, deadline)
         self._cut_planes(steps, deadline, SETTLE, RISE)
+        enough = max(ENOUGH, ASKED * self.search.options.relative_gap) if self.wide() else ENOUGH
         for _ in range(ROUNDS):
             before, gap = self.bound, self.gap()
-            if gap <= ENOUGH * abs(before) and self.search.best is not None:
+            if gap <= enough * abs(before) and self.search.best is not None:
                 break
+            if exact and before < self.search.without_memory:
+                break  # what messages prove says little of any prices
             if self.fresh or self.owner.stop() or time.monotonic() > deadline or not self._price_few():
                 break
             if self.bound - before < CLOSED * gap:
