@@ -77,6 +77,37 @@ def test_prices_prove_what_is_true(
     assert closer > gain, "no better prices were found"
 
 
+def test_relaxations_are_left_out_where_they_show_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before priced optima, where messages prove less than is known; in wide nets, where the gap is nearly as asked."""
+    gaps: list[float] = []
+
+    def price_few(self: PricedNet) -> bool:
+        gaps.append(self.gap() / abs(self.search.upper))
+        return False
+
+    def asked(case: tuple[Program, np.ndarray], exact: bool, without_memory: float, gap: float, cells: int) -> bool:
+        gaps.clear()
+        net, best = priced_net(*case), brute_force(case[0])
+        assert best.choices is not None
+        net.search.offer(best.choices)
+        net.search.without_memory = without_memory
+        net.search.options = SolverOptions(time_limit=60.0, relative_gap=gap)
+        monkeypatch.setattr(priced, "WIDE_CELLS", cells)
+        net.improve_prices(exact=exact)
+        return bool(gaps)
+
+    monkeypatch.setattr(PricedNet, "_price_few", price_few)
+    monkeypatch.setattr(priced, "WIDE_STEPS", priced.STEPS)
+    some = [case for case in cases() if asked(case, False, -math.inf, 0.0, 10**9)]
+    assert some
+    for case in some:
+        assert asked(case, True, -math.inf, 0.0, 10**9) and asked(case, False, math.inf, 0.0, 10**9)
+        assert not asked(case, True, math.inf, 0.0, 10**9)
+        assert asked(case, False, -math.inf, 0.0, -1)
+        gap = 0.7 * gaps[0]
+        assert asked(case, False, -math.inf, gap, 10**9) and not asked(case, False, -math.inf, gap, -1)
+
+
 def test_few_strategies_that_hold_no_plan_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One strategy per node, at the least capacity with a plan: often none of those fits together, and others do."""
     monkeypatch.setattr(priced, "FEW", (1,))
