@@ -17,7 +17,7 @@ from autoshard_ilp.costs.inside_products import sums_read_by_products
 from autoshard_ilp.costs.kernels import is_kernel_gradient
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.precision import cast_before_collectives, rounded_operands
-from autoshard_ilp.costs.primitives import VIEWS
+from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.costs.splitk import kept_in_pieces
 from autoshard_ilp.costs.tile_shape import LANES
 from autoshard_ilp.costs.tiles import whole_rows
@@ -29,7 +29,7 @@ from autoshard_ilp.inplace import waiting_updates
 from autoshard_ilp.order import SCATTERED_ONLY, order_of
 from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.rules import rule_for
-from autoshard_ilp.sharding import PARTIAL, Layout, divides, local_bytes, local_shape, to_partition_spec
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_bytes, local_shape, to_partition_spec
 from autoshard_ilp.stacks import stacks_of_matrices
 from autoshard_ilp.uncut import sums_of_the_whole
 
@@ -134,6 +134,22 @@ class Planned:
             return value
         local = local_shape(shape, layout, self.axis_sizes)
         if self.platform == "tpu" and (local[-1] % LANES or local[-2] != whole_rows(local[-2])):
+            return value
+        return self._row_by_row(value, tensor, layout)
+
+    def in_rows(self, value: Any, op: Op, tensor: int, layout: Layout | None) -> Any:
+        """What was gathered along its last dimension for an elementwise operation, with that dimension minor in memory.
+
+        Collectives put the gathered dimension in front, and XLA:GPU lays out all that is computed element by element of
+        what arrives, a residual stream from end to end, in the same way. The layer normalisations in it add up columns
+        then, and write ``x - mean`` in 32 bits (``costs/centred.py``).
+        """
+        now, shape = self.layout(tensor), self.graph.tensors[tensor].shape
+        last = len(shape) - 1
+        if self.platform != "gpu" or now is None or layout is None or last < 1 or not fusible(op):
+            return value
+        gathered = any(a == last and b == WHOLE for a, b in zip(now, layout, strict=True))
+        if not gathered or self.graph.tensors[tensor].bytes < ties.MIN_COPY_BYTES:
             return value
         return self._row_by_row(value, tensor, layout)
 

@@ -195,7 +195,8 @@ class Values:
         for after in (*plan.decisions.via.get((op.id, i), ()), layout):
             value, now = plan.move(value, tensor, now, after), after
         # In its new layout, too, or it takes that of a reader that cuts it further, and is sent once more.
-        return plan.constrain(value.astype(jnp.float32), tensor, layout) if rounded else value
+        value = plan.constrain(value.astype(jnp.float32), tensor, layout) if rounded else value
+        return plan.in_rows(value, op, tensor, layout)
 
     def array(self, frame: Frame, op: Op, i: int) -> Any:
         """As :meth:`read`; a literal becomes an array of its exact type."""
