@@ -354,3 +354,23 @@ def test_a_while_loop_is_priced_at_its_declared_count():
     assert flops == [2 * 64**3, 7 * 2 * 64**3]
     with pytest.raises(autoshard.InputShapeError, match="while_trip_count"):
         autoshard.optimize_fn(power, args, {"x": 1}, while_trip_count=0)
+
+
+def test_ordered_callbacks_run_in_order_on_several_devices(capfd):
+    """JAX refuses those of ``jax.debug`` there; each is called once, as on one device."""
+    seen = []
+
+    def fn(x):
+        def body(total, row):
+            jax.debug.callback(lambda v: seen.append(float(v)), row[0], ordered=True)
+            jax.debug.print("{:.0f} of {rows}", row[0], rows=total[1], ordered=True)
+            return total + row, row.sum()
+
+        return jax.grad(lambda x: jnp.sum(jax.lax.scan(body, x[0], x)[0] ** 2))(jnp.sin(x) * 0 + x)
+
+    x = jnp.broadcast_to(jnp.arange(16.0)[:, None], (16, 8))
+    check_against_one_device(fn, (x,), plan(fn, (x,), pins={"args/0": P("data", "model")}, donate_argnums=()))
+    jax.effects_barrier()
+    assert seen == [*range(16), *range(16)]  # alone, then planned
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 32 and lines[:16] == lines[16:]

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 from jax.extend import core as _core
 from jax.extend import source_info_util as _source_info
 from jax.sharding import AxisType
@@ -43,6 +44,30 @@ LAYOUT_ONLY = frozenset({"reshard"})
 """What only moves its operand: JAX puts it around a constant that lies sharded on a mesh."""
 
 REMAT_PRIMITIVES = frozenset({"remat", "remat2", "checkpoint"})
+
+
+def in_order(eqn: Any) -> Callable[..., Any] | None:
+    """What ``jax.debug.print`` or ``jax.debug.callback`` with ``ordered=True`` does, as an ordered ``io_callback``.
+
+    JAX refuses the equation itself on more than one device; an ordered ``io_callback`` it runs there.
+
+    Args:
+        eqn: any equation.
+
+    Returns:
+        A function of the equation's operands, to be traced in its place; None for all other equations.
+    """
+    if not any(str(effect) == "OrderedDebug" for effect in eqn.effects):
+        return None
+
+    def on_the_host(*values: Any) -> None:
+        eqn.primitive.bind(*values, **eqn.params)  # not traced, so it calls or prints at once
+
+    def callback(*operands: Any) -> tuple[()]:
+        io_callback(on_the_host, None, *operands, ordered=True)
+        return ()
+
+    return callback
 
 
 @contextmanager

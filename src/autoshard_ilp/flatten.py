@@ -133,7 +133,7 @@ class _Flattener:
             return self.while_loop(eqn, inputs, ctx)
         if name == "cond" and eqn.params.get("branches_platforms") is None:
             return self.cond(eqn, inputs, ctx)
-        equal = None
+        equal = compat.in_order(eqn) if eqn.effects else None
         if name in REWRITTEN:
             equal = rewrite(name, eqn.params, [v.aval for v in eqn.invars], eqn.outvars[0].aval.shape)
         if equal is not None:
