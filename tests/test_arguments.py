@@ -1,5 +1,7 @@
 """Wrong values of single arguments: our errors, with the rule and what was received."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -48,6 +50,26 @@ def test_solver_options(options):
 
 def test_solver_options_without_end():
     assert autoshard.SolverOptions(time_limit=float("inf"), relative_gap=0, workers=1).workers == 1
+
+
+def test_numbers_of_numpy_are_numbers(model, tmp_path):
+    solver = autoshard.SolverOptions(time_limit=np.float32(9), relative_gap=np.float32(0), seed=np.int64(0))
+    assert type(solver.time_limit) is float and type(solver.seed) is int
+    options = {"hardware": "h100", "solver": solver, "batch_size": np.int64(8), "progress": False}
+    plan = autoshard.optimize(model, {"data": np.int64(2)}, sequence_length=np.int32(4), **options)
+    plan.save(tmp_path / "plan.json")
+    assert autoshard.load(tmp_path / "plan.json").batch_size == 8 and plan.explain("kernel", time_limit=np.int64(9))
+    frontier = autoshard.pareto(plan, budgets=["1GB"], max_points=np.int64(3), time_limit=np.int64(9), progress=False)
+    search = autoshard.search_mesh(
+        model, hardware={"h100": np.int64(2)}, prices={"h100": np.float32(2)}, max_axes=np.int64(1), progress=False
+    )
+    options = {"memory_budget": "4kB", "multiple_of": np.int64(8), "progress": False}
+    large = autoshard.largest_batch(model, {"data": 2}, hardware="h100", **options)
+    axes = {"meshes": ["data=2"], "hardware": ["h100"], "batch_sizes": np.array([8]), "output": tmp_path / "r.csv"}
+    limits = {"workers": np.int64(0), "case_time_limit": np.int64(60)}
+    swept = autoshard.sweep(models=[model], **axes, **limits, solver=solver, progress=False)
+    for found in (frontier, search, large, swept):
+        assert json.loads(json.dumps(found.to_dict()))
 
 
 @pytest.mark.parametrize(

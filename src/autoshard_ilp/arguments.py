@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,17 +16,20 @@ def whole_number(name: str, value: Any, least: int = 1, *, none: str = "") -> No
     """Raises InputShapeError unless ``value`` is an integer of at least ``least``, or None where ``none`` says why."""
     if none and value is None:
         return
-    if isinstance(value, bool) or not _is_index(value) or int(value) < least:
+    found = integer(value)
+    if found is None or found < least:
         rest = f", or None: {none}" if none else ""
         raise InputShapeError(f"{name} is an integer of at least {least}{rest}. Received: {value!r}.")
 
 
-def _is_index(value: Any) -> bool:
+def integer(value: Any) -> int | None:
+    """A whole number (NumPy's too) as the int that files and keys can hold; None for a bool and for all else."""
+    if isinstance(value, bool):
+        return None
     try:
-        operator.index(value)
+        return operator.index(value)
     except TypeError:  # an array of several numbers has the method, and raises
-        return False
-    return True
+        return None
 
 
 def is_one_of(value: Any, names: Collection[str]) -> bool:
@@ -40,8 +44,11 @@ def string(name: str, value: Any) -> None:
 
 
 def number(name: str, value: Any, least: float, below: float) -> None:
-    """Raises InputShapeError unless ``least <= value < below`` (``below`` itself only where it is infinite)."""
-    fine = not isinstance(value, bool) and isinstance(value, int | float) and value >= least
+    """Raises InputShapeError unless ``least <= value < below`` (``below`` itself only where it is infinite).
+
+    NumPy's numbers are numbers.
+    """
+    fine = not isinstance(value, bool) and isinstance(value, numbers.Real) and value >= least
     if not fine or not (value < below or value == below == math.inf):
         upper = "" if below == math.inf else f" and below {below:g}"
         raise InputShapeError(f"{name} is a number of at least {least:g}{upper}. Received: {value!r}.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autoshard_ilp.arguments import integer
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.keras_integration import has_fixed_outputs, input_names, output_names, symbolic_inputs
 
@@ -48,11 +49,9 @@ def input_specs(
     Raises:
         InputShapeError: no inputs are known, a dimension is unknown, or batch sizes disagree.
     """
-    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
-        raise InputShapeError(f"batch_size must be a positive integer. Received: {batch_size!r}.")
-    length = sequence_length
-    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-        raise InputShapeError(f"sequence_length must be a positive integer. Received: {length!r}.")
+    for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
+        if value is not None and (integer(value) or 0) < 1:
+            raise InputShapeError(f"{name} must be a positive integer. Received: {value!r}.")
     symbolic = symbolic_inputs(model)
     structure = symbolic if inputs is None else inputs
     if structure is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard_ilp.arguments import integer
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.garbage import collector_paused, old_objects_left
 from autoshard_ilp.graph import Graph
@@ -48,9 +49,11 @@ def trace(model: Any, mesh: MeshSpec, **options: Any) -> Any:
     from autoshard_ilp.trace import trace_model
 
     batch_size = options.get("batch_size")
-    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
-    if batch_size is not None and not (whole and 1 <= batch_size <= LARGEST_BATCH):
+    whole = integer(batch_size)
+    if batch_size is not None and (whole is None or not 1 <= whole <= LARGEST_BATCH):
         raise InputShapeError(f"batch_size is a positive integer of 31 bits. Received: {batch_size!r}.")
+    for name in ("batch_size", "sequence_length"):  # NumPy's integers as those that a file of the plan can hold
+        options[name] = options.get(name) if integer(options.get(name)) is None else integer(options.get(name))
     traced = trace_model(model, device_count=mesh.size, **options)
     axes = [s for s in mesh.axis_sizes if s > 1]
     if axes and traced.batch_size > 1 and all(traced.batch_size % s for s in axes):

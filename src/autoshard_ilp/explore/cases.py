@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoshard_ilp.arguments import file_path
+from autoshard_ilp.arguments import file_path, integer
 from autoshard_ilp.errors import InputShapeError, SweepFileError
 from autoshard_ilp.mesh import MeshSpec, as_mesh, parse_mesh
 from autoshard_ilp.program.model import SolverOptions
@@ -157,7 +157,8 @@ def work_of(axes: Mapping[str, Any], solver: Mapping[str, Any]) -> Work:
         budget, batch, length, mode, objective, remat, strategy = rest
         cases.append(
             Case(model, mesh, chip, digest, budget, batch, length, mode, objective, remat, strategy,
-                 float(options["time_limit"]), float(options["relative_gap"]), options["seed"], options["workers"])
+                 float(options["time_limit"]), float(options["relative_gap"]), int(options["seed"]),
+                 integer(options["workers"]))
         )  # fmt: skip
     return Work(tuple(dict.fromkeys(cases)), models, profiles)
 
@@ -259,9 +260,9 @@ def _budget_text(budget: Any) -> str:
 def _integers(axes: Mapping[str, Any], name: str) -> list[int | None]:
     values = _axis(axes, name, [None])
     for value in values:
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (integer(value) or 0) < 1:
             raise InputShapeError(f"{name} are positive integers. Received: {value!r}.")
-    return values
+    return [integer(value) for value in values]
 
 
 def _names(axes: Mapping[str, Any], name: str, default: str, known: Sequence[str]) -> list[str]:

@@ -9,11 +9,12 @@ is below the best plan found.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard_ilp.arguments import flag, is_one_of, mapping
+from autoshard_ilp.arguments import flag, integer, is_one_of, mapping
 from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError
 from autoshard_ilp.explore.again import Known, Problem, failure_of, plan_of, solved
 from autoshard_ilp.explore.meshes_table import Candidate, MeshSearch
@@ -113,7 +114,7 @@ def hardware_list(hardware: Any, devices: int | None) -> dict[str, tuple[Any, in
     found: dict[str, tuple[Any, int]] = {}
     for chip, count in entries:
         name = "cpu-host" if chip is None else chip if isinstance(chip, str) else getattr(chip, "name", repr(chip))
-        if isinstance(count, bool) or not hasattr(count, "__index__") or int(count) < 1:
+        if (integer(count) or 0) < 1:
             raise InputShapeError(
                 f"A mesh search needs a positive number of devices. Received: {count!r} for {name!r}. Pass devices=32, "
                 'hardware="tpu-v5e:4x8", or hardware={"tpu-v5e": 16, "h100": 8}.'
@@ -146,7 +147,7 @@ def _devices_of(chip: Any) -> int | None:
 
 def axes_within(max_axes: Any, axis_names: Sequence[str]) -> None:
     """Raises InputShapeError unless there is a name for each of ``max_axes`` axes, at least one."""
-    if isinstance(max_axes, bool) or not isinstance(max_axes, int) or not 1 <= max_axes <= len(axis_names):
+    if not 1 <= (integer(max_axes) or 0) <= len(axis_names):
         raise InputShapeError(
             f"max_axes is from 1 to the number of axis names. Received: {max_axes!r}, {axis_names!r}."
         )
@@ -163,7 +164,7 @@ def _check(rank: str, prices: Any, kinds: Mapping[str, Any], max_axes: int, axis
     for name, price in (prices or {}).items():
         if name not in kinds:
             raise InputShapeError(f"A price is for hardware of the search: {', '.join(kinds)}. Received: {name!r}.")
-        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < math.inf:
+        if isinstance(price, bool) or not isinstance(price, numbers.Real) or not 0 <= price < math.inf:
             raise InputShapeError(f"A price is a number per device and hour. Received: {name!r}: {price!r}.")
     missing = [name for name in kinds if name not in (prices or {})]
     if rank == "price" and missing:
@@ -209,7 +210,9 @@ class Search:
         rank: str,
         prices: Mapping[str, float],
     ) -> None:
-        self.source, self.progress, self.prune, self.rank, self.prices = source, progress, prune, rank, prices
+        self.source, self.progress, self.prune, self.rank, self.prices = (
+            source, progress, prune, rank, {name: float(price) for name, price in prices.items()},
+        )  # fmt: skip
         self.policies = tuple(policies)
         self.found: list[Candidate] = []
         self.errors: list[InfeasibleError] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from autoshard_ilp.arguments import number
+from autoshard_ilp.arguments import integer, number
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.explore import show
 from autoshard_ilp.explore.frontier import INTERRUPTED, SAME, Frontier, Policy, Probe
@@ -199,7 +199,7 @@ def pareto(
     if isinstance(budgets, str | bytes) or not (budgets is None or hasattr(budgets, "__iter__")):
         raise InputShapeError(f'budgets is a list of sizes such as ["8GB", "16GB"]. Received: {budgets!r}.')
     sizes = None if budgets is None else sorted({parse_bytes(b) for b in budgets})
-    if sizes == [] or isinstance(max_points, bool) or not isinstance(max_points, int) or max_points < 2:
+    if sizes == [] or (integer(max_points) or 0) < 2:
         raise InputShapeError(
             f"A frontier needs at least one budget, or max_points of at least 2. Received: budgets={budgets!r}, "
             f"max_points={max_points!r}."

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard_ilp.arguments import whole_number
+from autoshard_ilp.arguments import integer, whole_number
 from autoshard_ilp.errors import InfeasibleError, InputShapeError
 from autoshard_ilp.explore import show
 from autoshard_ilp.explore.meshes import (
@@ -265,8 +265,8 @@ def largest_batch(
 
     request = check_request(mesh, memory_budget, hardware, pins, objective, solver)
     policies = remat_policies(remat, mode)
-    step = request.mesh.size if multiple_of is None else multiple_of
-    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+    step = request.mesh.size if multiple_of is None else integer(multiple_of) or 0
+    if step < 1:
         raise InputShapeError(f"multiple_of is a positive integer. Received: {multiple_of!r}.")
     tried: dict[int, Fit] = {}
     sources: dict[int, Source] = {}
