@@ -32,6 +32,16 @@ def integer(value: Any) -> int | None:
         return None
 
 
+def real(value: Any) -> float | None:
+    """A number (NumPy's too) as a float, infinite beyond the floats; None for a bool and for all else."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return -math.inf if value < 0 else math.inf
+
+
 def is_one_of(value: Any, names: Collection[str]) -> bool:
     """Whether ``value`` is one of some names; whatever else it is, False and no exception."""
     return isinstance(value, str) and value in names
@@ -48,8 +58,8 @@ def number(name: str, value: Any, least: float, below: float) -> None:
 
     NumPy's numbers are numbers.
     """
-    fine = not isinstance(value, bool) and isinstance(value, numbers.Real) and value >= least
-    if not fine or not (value < below or value == below == math.inf):
+    found = real(value)
+    if found is None or not found >= least or not (found < below or found == below == math.inf):
         upper = "" if below == math.inf else f" and below {below:g}"
         raise InputShapeError(f"{name} is a number of at least {least:g}{upper}. Received: {value!r}.")
 

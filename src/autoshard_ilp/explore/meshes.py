@@ -9,12 +9,11 @@ is below the best plan found.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard_ilp.arguments import flag, integer, is_one_of, mapping
+from autoshard_ilp.arguments import flag, integer, is_one_of, mapping, real
 from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError
 from autoshard_ilp.explore.again import Known, Problem, failure_of, plan_of, solved
 from autoshard_ilp.explore.meshes_table import Candidate, MeshSearch
@@ -164,7 +163,8 @@ def _check(rank: str, prices: Any, kinds: Mapping[str, Any], max_axes: int, axis
     for name, price in (prices or {}).items():
         if name not in kinds:
             raise InputShapeError(f"A price is for hardware of the search: {', '.join(kinds)}. Received: {name!r}.")
-        if isinstance(price, bool) or not isinstance(price, numbers.Real) or not 0 <= price < math.inf:
+        found = real(price)
+        if found is None or not 0 <= found < math.inf:
             raise InputShapeError(f"A price is a number per device and hour. Received: {name!r}: {price!r}.")
     missing = [name for name in kinds if name not in (prices or {})]
     if rank == "price" and missing:

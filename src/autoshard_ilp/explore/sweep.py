@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autoshard_ilp.arguments import file_path, flag, integer, is_one_of
+from autoshard_ilp.arguments import file_path, flag, integer, is_one_of, real
 from autoshard_ilp.errors import InputShapeError, SweepFileError
 from autoshard_ilp.explore.cases import AXES, SOLVER, Case, Work, grouped, read_sweep, work_of
 from autoshard_ilp.explore.results import VERSIONS, Row, Store, clean, read
@@ -135,10 +134,10 @@ def _settings(
     count = integer(workers if workers is not None else run.get("workers", max(1, (os.cpu_count() or 2) // 2)))
     if count is None or count < 0:
         raise InputShapeError(f"workers is a number of processes, or 0 for this one. Received: {workers!r}.")
-    limit = case_time_limit if case_time_limit is not None else run.get("case_time_limit", math.inf)
-    if not isinstance(limit, numbers.Real) or not limit > 0:
+    limit = real(case_time_limit if case_time_limit is not None else run.get("case_time_limit", math.inf))
+    if limit is None or not limit > 0:
         raise InputShapeError(f"case_time_limit is a positive number of seconds. Received: {case_time_limit!r}.")
-    return _Settings(axes, where, {**stored.get("solver", {}), **_solver(solver)}, count, float(limit))
+    return _Settings(axes, where, {**stored.get("solver", {}), **_solver(solver)}, count, limit)
 
 
 def _solver(given: Any) -> dict[str, Any]:

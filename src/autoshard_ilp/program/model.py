@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.arguments import flag, integer, number, whole_number
+from autoshard_ilp.arguments import flag, integer, number, real, whole_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,9 +175,8 @@ class SolverOptions:
         number("relative_gap", self.relative_gap, 0.0, 1.0)
         whole_number("seed", self.seed, 0)
         whole_number("workers", self.workers, none="8")
-        for name, kind in (("time_limit", float), ("relative_gap", float), ("seed", int)):  # of NumPy's numbers too
-            object.__setattr__(self, name, kind(getattr(self, name)))
-        object.__setattr__(self, "workers", integer(self.workers))
+        for name, kind in (("time_limit", real), ("relative_gap", real), ("seed", integer), ("workers", integer)):
+            object.__setattr__(self, name, kind(getattr(self, name)))  # of NumPy's numbers, too
         flag("fold_layers", self.fold_layers)
         flag("strict", self.strict)
 
