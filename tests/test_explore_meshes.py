@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import keras
 import pytest
 
 import autoshard_ilp as autoshard
@@ -11,7 +12,7 @@ from autoshard_ilp.explore import meshes, sizing
 from autoshard_ilp.explore.meshes import factorisations, hardware_list, search_mesh
 from autoshard_ilp.explore.sizing import largest_batch, rentable, smallest_slice
 from autoshard_ilp.explore.source import Source
-from explore_models import mlp
+from explore_models import mlp, tiny
 
 BATCH = {"batch_size": 512}
 
@@ -178,6 +179,35 @@ def test_the_smallest_slice():
         smallest_slice(mlp, "h100", memory_budget="1MB", max_devices=2, max_axes=1, **BATCH)
 
 
+def test_the_smallest_slice_of_a_model_with_a_fixed_batch():
+    inputs = keras.Input((32,), batch_size=8)
+    model = keras.Model(inputs, keras.layers.Dense(16)(inputs))
+    model.compile("sgd", "mse")
+    assert smallest_slice(model, "h100", progress=False).plan.batch_size == 8
+
+
+@pytest.mark.parametrize(("batch", "devices"), [(512, 4), (7, 1)])  # 7 divides by no mesh of 2 or 4 devices
+def test_the_budget_that_a_slice_needs_is_enough(batch: int, devices: int):
+    question = {"max_devices": 4, "max_axes": 1, "batch_size": batch, "progress": False}
+    with pytest.raises(autoshard.InfeasibleError, match=f"On {devices} devices it needs") as caught:
+        smallest_slice(mlp, "h100", memory_budget="4MB", **question)  # a quarter of the weights alone is 8 MB
+    least = caught.value.minimum_budget
+    options = {"hardware": "h100", "batch_size": batch, "progress": False}
+    autoshard.optimize(mlp, {"data": devices}, least, **options)
+    with pytest.raises(autoshard.InfeasibleError):
+        autoshard.optimize(mlp, {"data": devices}, least - 1, **options)
+
+
+def test_the_budget_that_the_smallest_batch_needs_is_enough_and_no_more():
+    question = {"hardware": "h100", "progress": False}
+    with pytest.raises(autoshard.InfeasibleError, match="smallest batch") as caught:
+        largest_batch(tiny, {"data": 2}, memory_budget="1kB", **question)
+    least = caught.value.minimum_budget
+    assert largest_batch(tiny, {"data": 2}, memory_budget=least, **question).size >= 2
+    with pytest.raises(autoshard.InfeasibleError, match="smallest batch"):
+        largest_batch(tiny, {"data": 2}, memory_budget=least - 1, **question)
+
+
 def test_the_largest_batch():
     budget = 20_000_000
     answer = largest_batch(mlp, {"data": 4}, memory_budget=budget, hardware="h100", multiple_of=64)
@@ -208,5 +238,5 @@ def test_an_interrupt_leaves_the_largest_batch_seen_to_fit(asked: int, monkeypat
             largest_batch(mlp, {"data": 4}, **question)
         return
     answer = largest_batch(mlp, {"data": 4}, **question)
-    assert answer.size == answer.plan.batch_size == 128 and not answer.proved
+    assert answer.size == answer.plan.batch_size == 128 and not answer.proved and answer.interrupted
     assert [t.size for t in answer.tried] == [64, 128]

@@ -23,6 +23,7 @@ from autoshard_ilp.explore.meshes_table import MeshSearch
 from autoshard_ilp.explore.source import Source
 from autoshard_ilp.mesh import MOST_DEVICES, MeshSpec
 from autoshard_ilp.plan import Plan
+from autoshard_ilp.program import minimum_capacity
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.units import format_bytes
 
@@ -39,7 +40,8 @@ class Fit:
         fits: a plan within the budget exists.
         proved: True when ``fits`` is certain; False when no plan was found but none was excluded either.
         mesh: the first mesh found that fits.
-        minimum_bytes: smallest budget per device known to suffice, where it was looked for.
+        minimum_bytes: a budget per device that is known to suffice, where one was looked for; the smallest where an
+            error names it.
     """
 
     size: int
@@ -60,6 +62,7 @@ class Sizing:
         tried: everything looked at, by size.
         proved: the next size (smaller slice, larger batch) is proved not to fit.
         search: the mesh search of that size, for slices.
+        interrupted: Ctrl-C came before it was done.
     """
 
     question: str
@@ -68,6 +71,7 @@ class Sizing:
     tried: tuple[Fit, ...]
     proved: bool
     search: MeshSearch | None = None
+    interrupted: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
         """One record per size looked at."""
@@ -81,7 +85,8 @@ class Sizing:
         """Plain data for JSON."""
         cost = self.plan.cost
         best = {"mesh": str(self.plan.mesh), "total_s": cost.total_s, "peak_bytes": self.plan.memory.peak_bytes}
-        return {"question": self.question, "size": self.size, "proved": self.proved, "plan": best, "tried": self.rows()}
+        answer = {"question": self.question, "size": self.size, "proved": self.proved, "interrupted": self.interrupted}
+        return {**answer, "plan": best, "tried": self.rows()}
 
     def text(self, width: int | None = None, *, only_ascii: bool = False) -> str:
         """The answer in words, and what was tried."""
@@ -92,8 +97,9 @@ class Sizing:
             fits = "fits" if t.fits else "does not fit" if t.proved else "no plan found"
             lines.append([str(t.size), fits, t.mesh, size(t.minimum_bytes) if t.minimum_bytes else ""])
         sure = "proved" if self.proved else "the next size was not excluded by proof"
+        sure += "; interrupted" if self.interrupted else ""
         head = f"{self.question} {self.size} ({sure}): {self.plan!r}"
-        made = table("Tried", ["size", "", "mesh", "smallest budget"], lines, left=3)
+        made = table("Tried", ["size", "", "mesh", "enough"], lines, left=3)
         return rendered([head, made], width or 100, only_ascii)
 
     def __repr__(self) -> str:
@@ -130,7 +136,7 @@ def smallest_slice(
     Args:
         model, memory_budget, batch_size, inputs, targets, sample_weight, sequence_length, mode, pins, objective,
             solver, remat, progress: as for :func:`autoshard_ilp.optimize`; the global batch is the same for every size
-            (None: 32).
+            (None: what the model or the inputs fix, else 32).
         hardware: one profile.
         max_axes, prices: as for :func:`autoshard_ilp.search_mesh`.
         max_devices: largest size looked at; None: the largest slice, or 256.
@@ -147,21 +153,22 @@ def smallest_slice(
     sizes = rentable(probe.profile, max_devices)
     options = {"batch_size": batch_size, "inputs": inputs, "targets": targets, "sample_weight": sample_weight}
     options |= {"sequence_length": sequence_length, "mode": mode}
-    if batch_size is None and inputs is None:
-        options["batch_size"] = 32
     policies = remat_policies(remat, mode)
     tried: list[Fit] = []
     with Progress(progress).running() as shown:
         source = Source.of_model(model, MeshSpec(("all",), (1,)), shown, **options)
-        for count in sizes:
-            specs = [MeshSpec(names_of(len(f), AXIS_NAMES), f) for f in factorisations(count, max_axes)]
+        options["batch_size"] = source.batch_size  # that of every size
+        meshes = {n: [MeshSpec(names_of(len(f), AXIS_NAMES), f) for f in factorisations(n, max_axes)] for n in sizes}
+        suits = (n for n in sizes if any(not _batch_fits(source.batch_size, mesh) for mesh in meshes[n]))
+        largest = max(suits, default=0)
+        for count, specs in meshes.items():
             requests = [check_request(s, memory_budget, chip, pins, objective, solver) for s in specs]
-            tried.append(_fit_of_size(source, count, requests, policies, shown))
+            tried.append(_fit_of_size(source, count, requests, policies, shown, needed=count == largest))
             if tried[-1].fits:
                 break
     if not tried or not tried[-1].fits:
-        least = min((t.minimum_bytes for t in tried if t.minimum_bytes), default=None)
-        needs = f" On {tried[-1].size} devices it needs {format_bytes(least)}." if least and tried else ""
+        least, of = min(((t.minimum_bytes, t.size) for t in tried if t.minimum_bytes), default=(None, 0))
+        needs = f" On {of} devices it needs {format_bytes(least)}." if least else ""
         raise InfeasibleError(
             f"A model must fit some slice. Received: {name} with up to {sizes[-1]} devices, which it does not fit."
             f"{needs} Use a smaller batch, or hardware with more memory.",
@@ -174,7 +181,8 @@ def smallest_slice(
     )  # fmt: skip
     assert found.best is not None
     proved = all(t.proved for t in tried[:-1])
-    return Sizing(f"Smallest number of {name} devices:", tried[-1].size, found.best, tuple(tried), proved, found)
+    question = f"Smallest number of {name} devices:"
+    return Sizing(question, tried[-1].size, found.best, tuple(tried), proved, found, found.interrupted)
 
 
 def rentable(profile: Any, max_devices: int | None = None) -> list[int]:
@@ -192,21 +200,27 @@ def rentable(profile: Any, max_devices: int | None = None) -> list[int]:
     return kept
 
 
-def _fit_of_size(source: Source, count: int, requests: Sequence[Any], policies: Sequence[str], progress: Any) -> Fit:
-    """Whether some mesh of a size fits, the policy that saves most memory first."""
+def _fit_of_size(
+    source: Source, count: int, requests: Sequence[Any], policies: Sequence[str], progress: Any, *, needed: bool
+) -> Fit:
+    """Whether some mesh of a size fits, the policy that saves most memory first.
+
+    ``needed`` asks for the smallest budget even where it is plain that nothing fits: an error names that of the largest
+    size.
+    """
     capacity = requests[0].capacity
     held = sum(_held(a, count) for a in source.infos.arguments if a.role in ("parameter", "optimizer"))
-    if held > capacity:
-        return Fit(count, False, True, "", held)  # even if all of it were divided by the number of devices
-    proved, least = True, None
-    for request in requests:
-        if _batch_fits(source.batch_size, request.mesh):
-            continue
+    suiting = [r for r in requests if not _batch_fits(source.batch_size, r.mesh)]
+    nearest, proved, least = next(iter(suiting), None), True, None
+    for request in suiting if held <= capacity else ():  # else not even if all of it were divided by their number
         lower, upper = _least(source, request, policies, progress)
         if upper is not None and upper <= capacity:
             return Fit(count, True, True, str(request.mesh), None)
         proved = proved and lower > capacity
-        least = upper if least is None else min(least, upper or least)
+        if upper is not None and (least is None or upper < least):
+            nearest, least = request, upper
+    if needed and nearest is not None:
+        _, least = _least(source, nearest, policies, progress, exact=True)
     return Fit(count, False, proved, "", least)
 
 
@@ -216,15 +230,19 @@ def _held(argument: Any, count: int) -> int:
     return math.ceil(math.prod(argument.shape) * itemsize(argument.dtype) / count)
 
 
-def _least(source: Source, request: Any, policies: Sequence[str], progress: Any) -> tuple[float, int | None]:
-    """Bounds of the smallest budget over the policies; stops once the capacity is known to suffice."""
-    from autoshard_ilp.program import minimum_capacity
+def _least(
+    source: Source, request: Any, policies: Sequence[str], progress: Any, *, exact: bool = False
+) -> tuple[float, int | None]:
+    """Bounds of the smallest budget over the policies; stops once the capacity is known to suffice, or not to.
 
+    ``exact`` goes on to the smallest budget itself, where the capacity does not suffice.
+    """
     lower, upper = math.inf, None
     for policy in reversed(source.different(tuple(policies), request.profile, progress)):
         problem = source.problem(policy, request, progress)
+        limits = {"beyond": upper} if exact else {"enough": request.capacity}
         with progress.stage("solve"):
-            low, high, _ = minimum_capacity(problem.program, request.solver, enough=request.capacity)
+            low, high, _ = minimum_capacity(problem.program, request.solver, **limits)
         lower, upper = min(lower, low), high if upper is None else min(upper, high)
         if upper <= request.capacity:
             break
@@ -270,10 +288,12 @@ def largest_batch(
         raise InputShapeError(f"multiple_of is a positive integer. Received: {multiple_of!r}.")
     tried: dict[int, Fit] = {}
     sources: dict[int, Source] = {}
+    smallest: Source | None = None
 
     with Progress(progress).running() as shown:
 
         def fits(count: int) -> bool:
+            nonlocal smallest
             size = count * step
             options = {"batch_size": size, "sequence_length": sequence_length, "mode": mode}
             from autoshard_ilp.step import trace
@@ -281,6 +301,7 @@ def largest_batch(
             with shown.stage("trace"):
                 traced = trace(model, request.mesh, **options)
             source = Source(traced, traced.mode, traced.batch_size)
+            smallest = smallest or source  # the first that is looked at
             lower, upper = _least(source, request, policies, shown)
             good = upper is not None and upper <= request.capacity
             tried[size] = Fit(size, good, good or lower > request.capacity, str(request.mesh), None if good else upper)
@@ -289,26 +310,29 @@ def largest_batch(
                 sources[size] = source
             return good
 
+        interrupted = False
         try:
             count = _last_that_fits(fits)
         except KeyboardInterrupt:
             if not sources:
                 raise
+            interrupted = True
             count = max(sources) // step  # the largest that was seen to fit is an answer, too
         if count * step > MOST_BATCH:
             raise InputShapeError(f"Nothing in the step grows with the batch: {count * step} still fits.")
-        if count == 0:
-            first = tried[step]
+        if count == 0 and smallest is not None:
+            _, least = _least(smallest, request, policies, shown, exact=True)
             raise InfeasibleError(
                 f"The smallest batch must fit. Received: a batch of {step} on a mesh of {request.mesh}, which needs "
-                f"{format_bytes(first.minimum_bytes or 0)} per device. Use more devices or multiple_of=.",
-                minimum_budget=first.minimum_bytes,
+                f"{format_bytes(least or 0)} per device. Use more devices or multiple_of=.",
+                minimum_budget=least,
             )
         plan = plan_traced(sources[count * step].infos, request, shown, policies)
     question = "Largest global batch:"
     above = tried.get((count + 1) * step)  # not looked at where the search was interrupted
     proved = above is not None and above.proved
-    return Sizing(question, count * step, plan, tuple(tried[s] for s in sorted(tried)), proved)
+    looked_at = tuple(tried[s] for s in sorted(tried))
+    return Sizing(question, count * step, plan, looked_at, proved, interrupted=interrupted)
 
 
 def _last_that_fits(fits: Any) -> int:
