@@ -80,6 +80,25 @@ def test_a_baseline_stands_next_to_the_plan():
     assert max(map(len, result.stdout.splitlines())) <= 60
 
 
+def test_a_baseline_that_fails_does_not_cost_the_plan(tmp_path, monkeypatch):
+    saved = tmp_path / "plan.json"
+    result = run(*PLAN, "--baseline", "fsdp", "--baseline", "keras_hub", "-o", saved, "--json")
+    assert result.exit_code == 2 and "keras_hub" in result.stderr
+    assert "fsdp" in json.loads(result.stdout)["baselines"] and api.load(saved).mesh.size == 8
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_baseline", interrupted)
+    result = run(*PLAN, "--baseline", "fsdp", "-o", saved)
+    assert result.exit_code == 130 and "train step on" in result.stdout and "written to" in result.stderr
+
+
+def test_a_plan_is_printed_although_it_cannot_be_saved():
+    result = run(*PLAN, "-o", "/dev/full")
+    assert result.exit_code == 2 and "No space left" in result.stderr and "train step on" in result.stdout
+
+
 def test_a_budget_too_small_exits_with_1():
     message = fails(1, *PLAN, "--memory-budget", "1000", "--time-limit", "2")
     assert re.search(r"infeasible: No plan .* Received: (a budget of )?1\.0 kB", message)

@@ -11,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import explore_models  # noqa: F401  # its folder is on the path under pytest
-from autoshard_ilp import api
+from autoshard_ilp import api, cli_explore
 from autoshard_ilp.cli import app
+from autoshard_ilp.explore import sizing
 
 MODEL = "explore_models:mlp"
 HARD = ("--hardware", "tpu-v5e", "--batch-size", "512")
@@ -135,11 +136,45 @@ def test_how_small_and_how_large():
         ("sweep", "/no/such/file.toml"),
         ("pareto", MODEL, "--mesh", "data=4", *HARD, "--budget", "1GB", "-o", "/proc/autoshard.csv"),
         ("mesh", MODEL, "--devices", "2", "--max-axes", "1", "--plot", "figure"),
+        ("mesh", MODEL, "--hardware", "h100=" + 5000 * "9"),
+        ("mesh", MODEL, "--devices", "2", "--multiple-of", "4"),
+        ("mesh", MODEL, "--largest-batch", "--axes", "data=4", "--batch-size", "64"),
+        ("mesh", MODEL, "--largest-batch", "--axes", "data=4", "--plot", "batch.svg"),
+        ("mesh", MODEL, "--largest-batch", "--axes", "data=4", "--hardware", "h100=8"),
     ],
-    ids=lambda a: " ".join(a[:6]) if isinstance(a, tuple) else a,
+    ids=lambda a: " ".join(a[:6])[:100] if isinstance(a, tuple) else a,
 )
 def test_nonsense_exits_with_2(arguments):
     assert "Received" in fails(2, *arguments)
+
+
+@pytest.mark.parametrize("command", [("pareto", MODEL, "--mesh", "data=4"), ("mesh", MODEL, "--devices", "4")])
+def test_a_figure_that_cannot_be_drawn_is_refused_at_once(command, monkeypatch):
+    monkeypatch.setattr(cli_explore, "_model", lambda *_: pytest.fail("the model is built"))
+    assert "--plot" not in fails(2, *command, "--plot", "frontier.doc")
+    monkeypatch.setitem(sys.modules, "autoshard_ilp.plots.base", None)
+    assert "pip install" in fails(2, *command, "--plot", "frontier.svg")
+
+
+def test_an_answer_is_printed_although_its_files_cannot_be_written():
+    for command in (("pareto", MODEL, "--mesh", "data=4", *HARD, "--budget", "1GB"), ("mesh", MODEL, "--devices", "1")):
+        result = run(*command, "-o", "/dev/full")
+        assert result.exit_code == 2 and "No space left" in result.stderr
+        assert "data=" in result.stdout
+
+
+def test_an_interrupted_search_for_a_batch_exits_with_130(monkeypatch):
+    asked = []
+
+    def interrupted(*arguments, least=sizing._least):
+        asked.append(arguments)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return least(*arguments)
+
+    monkeypatch.setattr(sizing, "_least", interrupted)
+    result = run("mesh", "explore_models:tiny", "--largest-batch", "--axes", "data=2", "--memory-budget", "1MB")
+    assert result.exit_code == 130 and "interrupted" in result.stdout
 
 
 # -- sweep -------------------------------------------------------------------------------------------------------------

@@ -148,7 +148,6 @@ def plan(
     with contextlib.redirect_stdout(sys.stderr):  # a model's own prints are no result
         factory = factory_of(model, sequence_length)
         found = api.optimize(factory, spec, budget, pins=pins or None, verify=compiled, **options)
-        others = {name: _baseline(name, factory, spec, budget, options) for name in baseline or []}
     origin = {
         "model": model,
         "batch_size": found.batch_size,
@@ -156,7 +155,13 @@ def plan(
         "mode": mode,
         "hardware": hardware or found.hardware,
     }
-    _show(with_origin(found, origin), others, output, as_json)
+    others: dict[str, Any] = {}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            for name in baseline or []:
+                others[name] = _baseline(name, factory, spec, budget, options)
+    finally:  # a baseline that the model has not, or Ctrl-C meanwhile, does not cost the plan
+        _show(with_origin(found, origin), others, output, as_json)
 
 
 def _check_writable(output: Path | None, option: str = "--output") -> None:
@@ -190,24 +195,33 @@ def _show(found: Any, others: Mapping[str, Any], output: Path | None, as_json: b
     from autoshard_ilp.planfile import to_dict
     from autoshard_ilp.summary import comparison, text
 
-    if output is not None:
-        found.save(output)
-    if as_json:
-        data = to_dict(found)
+    with contextlib.ExitStack() as after:
+        if output is not None:
+            after.callback(_saved, found, output)  # a file that cannot be written does not cost the answer
+        if as_json:
+            return print_json(_with_baselines(to_dict(found), others))
+        print_text(text(found, width(), only_ascii=only_ascii()).rstrip())
         if others:
-            data["baselines"] = {
-                name: {"infeasible": str(other), "minimum_budget": other.minimum_budget}
-                if isinstance(other, InfeasibleError)
-                else {k: v for k, v in to_dict(other).items() if k in ("status", "specs", "cost", "memory", "gap")}
-                for name, other in others.items()
-            }
-        return print_json(data)
-    print_text(text(found, width(), only_ascii=only_ascii()).rstrip())
-    if others:
-        print_text(comparison({"this plan": found, **others}, width(), only_ascii=only_ascii()).rstrip())
-    if output is not None:
-        say(f"written to {output}")
+            print_text(comparison({"this plan": found, **others}, width(), only_ascii=only_ascii()).rstrip())
     return None
+
+
+def _saved(found: Any, output: Path) -> None:
+    found.save(output)
+    say(f"written to {output}")
+
+
+def _with_baselines(data: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    from autoshard_ilp.planfile import to_dict
+
+    if others:
+        data["baselines"] = {
+            name: {"infeasible": str(other), "minimum_budget": other.minimum_budget}
+            if isinstance(other, InfeasibleError)
+            else {k: v for k, v in to_dict(other).items() if k in ("status", "specs", "cost", "memory", "gap")}
+            for name, other in others.items()
+        }
+    return data
 
 
 @app.command()

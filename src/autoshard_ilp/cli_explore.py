@@ -6,7 +6,7 @@ import contextlib
 import io
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,13 +126,14 @@ def pareto(
     options |= {"mode": mode, "objective": objective, "remat": remat, "pins": parse_pins(pin or []) or None}
     spec, solver = parse_mesh(mesh), SolverOptions(time_limit=time_limit)
     _check_outputs(output, plot)
+    _check_figure(plot)
     with contextlib.redirect_stdout(sys.stderr):
         found = find(
             _model(model, sequence_length), spec, budgets=sizes, max_points=max_points, time_limit=total_time_limit,
             solver=solver, **options,
         )  # fmt: skip
-    _keep(found, output, plot)
-    _answer(found, as_json)
+    with _answered(found, as_json):
+        _keep(found, output, plot)
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)
     if found.points and all(p.status in ("infeasible", "unknown") for p in found.points):
@@ -183,7 +184,15 @@ def mesh(
         raise InputShapeError("One question is asked at a time. Received: --smallest and --largest-batch.")
     if (axes is not None) != largest_batch:
         raise InputShapeError(f"--largest-batch needs --axes, and nothing else takes it. Received: --axes {axes}.")
+    if largest_batch and (batch_size is not None or plot is not None):
+        given = f"--batch-size {batch_size}" if plot is None else f"--plot {plot}"
+        raise InputShapeError(
+            f"--largest-batch finds the batch, and has no figure: drop --batch-size and --plot. Received: {given}."
+        )
+    if multiple_of is not None and not largest_batch:
+        raise InputShapeError(f"--multiple-of goes with --largest-batch. Received: --multiple-of {multiple_of}.")
     _check_outputs(output, plot, save)
+    _check_figure(plot)
     budget = budget_of(memory_budget) if memory_budget else memory_budget
     options: dict[str, Any] = {"memory_budget": budget, "sequence_length": sequence_length, "mode": mode}
     options |= {"objective": objective, "remat": remat, "solver": SolverOptions(time_limit=time_limit)}
@@ -199,15 +208,14 @@ def mesh(
             question = _search(chips, devices, {**several, "rank": rank})
         found = question(_model(model, sequence_length))
     best = getattr(found, "best", None) or getattr(found, "plan", None)
-    if save is not None and best is not None:
-        chip = best.origin.get("hardware", best.hardware)
-        origin = {"model": model, "batch_size": best.batch_size, "sequence_length": sequence_length, "mode": mode}
-        with_origin(best, {**origin, "hardware": chip}).save(save)
-        say(f"written to {save}")
-    shown = found if hasattr(found, "plot") else getattr(found, "search", None)
-    _keep(found, output, plot, shown)
-    _answer(found, as_json)
-    if getattr(found, "interrupted", False):
+    with _answered(found, as_json):
+        if save is not None and best is not None:
+            chip = best.origin.get("hardware", best.hardware)
+            origin = {"model": model, "batch_size": best.batch_size, "sequence_length": sequence_length, "mode": mode}
+            with_origin(best, {**origin, "hardware": chip}).save(save)
+            say(f"written to {save}")
+        _keep(found, output, plot, found if hasattr(found, "plot") else found.search)
+    if found.interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
@@ -232,6 +240,7 @@ def sweep(
     from autoshard_ilp.explore.sweep import sweep as run
 
     _check_outputs(None, plot, report)
+    _check_figure(plot)
     with contextlib.redirect_stdout(sys.stderr), quiet_native_logs() if workers == 0 else contextlib.nullcontext():
         found = run(
             file,
@@ -243,11 +252,11 @@ def sweep(
         )
     if found.path is None:
         say("The sweep file names no output, and no --output was given: results are printed only.")
-    if report is not None:
-        found.report(report)
-        say(f"report written to {report}")
-    _keep(found, None, plot)
-    _answer(found, as_json)
+    with _answered(found, as_json):
+        if report is not None:
+            found.report(report)
+            say(f"report written to {report}")
+        _keep(found, None, plot)
     if found.interrupted:
         say(f"interrupted: {len(found)} of {found.total} cases are finished; the same command goes on from there")
         raise typer.Exit(INTERRUPTED)
@@ -279,6 +288,15 @@ def _bound(path: Path, model: str | None) -> Any:
         return stored.bind(factory, sequence_length=length)
 
 
+@contextlib.contextmanager
+def _answered(found: Any, as_json: bool) -> Iterator[None]:
+    """Prints the answer after what is done inside, also where that fails: it may have taken hours."""
+    try:
+        yield
+    finally:
+        _answer(found, as_json)
+
+
 def _answer(found: Any, as_json: bool) -> None:
     if as_json:
         return print_json(found.to_dict())
@@ -294,6 +312,20 @@ def _check_outputs(*paths: Path | None) -> None:
             )
 
 
+def _check_figure(plot: Path | None) -> None:
+    """Raises InputShapeError unless a figure can be drawn into this file, before anything is searched for it."""
+    if plot is None:
+        return
+    try:
+        from autoshard_ilp.plots.base import drawable
+    except ImportError as error:
+        raise InputShapeError(
+            f'Figures need matplotlib: pip install "autoshard-ilp[notebook]". Received: --plot {plot} ({error}).'
+        ) from error
+    if not drawable(plot.suffix):
+        raise InputShapeError(f"A figure is drawn into a .png, .svg or .pdf file. Received: {plot}.")
+
+
 def _keep(found: Any, output: Path | None, plot: Path | None, drawn: Any = None) -> None:
     """Writes the table and the figure where they were asked for."""
     if output is not None:
@@ -307,16 +339,8 @@ def _keep(found: Any, output: Path | None, plot: Path | None, drawn: Any = None)
         keep(output, file.getvalue().encode())
         say(f"written to {output}")
     if plot is not None:
-        drawable = drawn if drawn is not None else found
-        try:
-            figure = drawable.plot()
-        except ImportError as error:
-            raise InputShapeError(str(error)) from error
         drawing = io.BytesIO()
-        try:
-            figure.savefig(drawing, format=plot.suffix.removeprefix(".") or "none")
-        except ValueError as error:
-            raise InputShapeError(f"A figure is drawn into a .png, .svg or .pdf file. Received: {plot}.") from error
+        (found if drawn is None else drawn).plot().savefig(drawing, format=plot.suffix.removeprefix("."))
         keep(plot, drawing.getvalue())
         say(f"drawn into {plot}")
 
@@ -330,7 +354,7 @@ def _chips(texts: Sequence[str], devices: int | None) -> dict[str, int | None]:
     found: dict[str, int | None] = {}
     for text in texts:
         name, equals, count = text.rpartition("=")
-        if equals and not count.isdecimal():
+        if equals and not (count.isdecimal() and len(count) < 19):  # Python reads no number of thousands of digits
             raise InputShapeError(f"Hardware is PROFILE or PROFILE=DEVICES. Received: {text!r}.")
         key = name if equals else text
         if key in found:
@@ -379,4 +403,9 @@ def _largest_batch(axes: str, chips: Mapping[str, int | None], options: dict[str
     from autoshard_ilp.mesh import parse_mesh
 
     chip, spec = _one(chips, "--largest-batch"), parse_mesh(axes)
+    if chips.get(chip or "", None) not in (None, spec.size):
+        raise InputShapeError(
+            "The mesh of --axes has as many devices as --hardware or --devices says. Received: "
+            f"{chips[chip or '']} devices of {chip} and --axes {axes}. Drop the number."
+        )
     return lambda model: largest_batch(model, spec, hardware=chip, **options)

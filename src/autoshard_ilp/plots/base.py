@@ -25,6 +25,11 @@ class PlanFigure(Figure):
         return held.getvalue(), {"width": int(width * DPI), "height": int(height * DPI)}
 
 
+def drawable(suffix: str) -> bool:
+    """Whether matplotlib writes files that end in ``suffix``, such as ".png"."""
+    return suffix.removeprefix(".").lower() in Figure().canvas.get_supported_filetypes()
+
+
 def new(width: float, height: float) -> PlanFigure:
     """An empty figure, sizes in inches, that keeps everything inside its frame."""
     figure = PlanFigure(figsize=(width, height), layout="constrained", dpi=DPI)
