@@ -417,6 +417,7 @@ def test_sweep_files_that_make_no_sense(tmp_path, text, message):
         ({"hardware": ["abacus"]}, autoshard.ProfileError),
         ({"hardware": []}, autoshard.InputShapeError),
         ({"budgets": ["16 bananas"]}, autoshard.InputShapeError),
+        ({"budgets": [5000 * "9"]}, autoshard.InputShapeError),
         ({"batch_sizes": [0]}, autoshard.InputShapeError),
         ({"batch_sizes": [True]}, autoshard.InputShapeError),
         ({"modes": ["test"]}, autoshard.InputShapeError),
@@ -427,7 +428,7 @@ def test_sweep_files_that_make_no_sense(tmp_path, text, message):
         ({"solver": {"speed": 1}}, autoshard.InputShapeError),
         ({"solver": {"relative_gap": float("nan")}}, autoshard.InputShapeError),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_axes_that_make_no_sense_plan_nothing(axes, error, counted, tmp_path):
     with pytest.raises(error):

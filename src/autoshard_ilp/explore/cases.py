@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -253,7 +254,8 @@ def _mesh_text(mesh: Any) -> str:
 def _budget_text(budget: Any) -> str:
     if budget is None or budget == HARDWARE_BUDGET:
         return HARDWARE_BUDGET
-    parse_bytes(int(budget) if isinstance(budget, str) and budget.isdecimal() else budget)
+    digits = isinstance(budget, str) and re.fullmatch("[0-9]{1,18}", budget)  # more would not be read as a number
+    parse_bytes(int(budget) if digits else budget)
     return str(budget)
 
 
