@@ -1,5 +1,6 @@
 """The command line: results on stdout, messages on stderr, exit codes, no traceback."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib.machinery import ExtensionFileLoader
 
@@ -169,6 +171,45 @@ def test_an_interrupt_exits_with_130(monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_an_interrupt_that_leaves_a_plan_exits_with_130_too(monkeypatch):
+    from autoshard_ilp import planning
+
+    solved = planning.attempt
+
+    def interrupted(*arguments, **options):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return solved(*arguments, **options)
+
+    monkeypatch.setattr(planning, "attempt", interrupted)
+    result = run(*PLAN)
+    assert result.exit_code == 130 and "train step on" in result.stdout
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(130)])
+def test_an_interrupted_command_does_not_unwind_a_solver_that_still_runs(error, monkeypatch):
+    class Ended(BaseException):
+        pass
+
+    def end(code):
+        raise Ended(code)
+
+    def app():
+        raise error
+
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(os, "_exit", end)
+    release = threading.Event()
+    solver = threading.Thread(target=release.wait, daemon=True)
+    solver.start()
+    try:
+        with pytest.raises(Ended, match="130"):
+            cli.main()
+    finally:
+        release.set()
+        solver.join()
+
+
 def test_an_interrupt_while_the_command_line_loads_is_quiet(tmp_path):
     (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}

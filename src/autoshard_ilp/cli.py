@@ -8,10 +8,12 @@ inside the commands, so that ``--help`` and usage errors are immediate.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
@@ -328,7 +330,24 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         say("interrupted")
-        sys.exit(INTERRUPTED)
+        _end_interrupted()
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            _end_interrupted()
+        raise
     except OSError:  # the parser's own message of bad input, on a stream that takes none
         lead_nowhere(sys.stderr)
         sys.exit(BAD_INPUT)
+
+
+def _end_interrupted() -> NoReturn:
+    """Ends the process; at once where a solver that did not stop in time still runs in a thread.
+
+    Python's own end would unwind such a thread inside C++, which aborts the process and hides the exit code.
+    """
+    if any(thread.daemon for thread in threading.enumerate()):
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(INTERRUPTED)
+    sys.exit(INTERRUPTED)
