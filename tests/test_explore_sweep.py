@@ -493,6 +493,12 @@ def test_a_report_names_an_error_once_and_what_a_bar_is_the_least_of(done, tmp_p
     assert not done[".csv"].plot().axes[0].get_title(loc="left")
 
 
+@pytest.mark.parametrize("path", [None, 3])
+def test_a_report_is_written_to_a_path(done, path):
+    with pytest.raises(autoshard.InputShapeError, match="named by its path"):
+        done[KINDS[0]].report(path)
+
+
 def test_an_empty_sweep_reads_well():
     nothing = sweep_module.Sweep((), 3)
     assert "0 of 3" in nothing.text() and math.isnan(nothing.to_dataframe()["total_s"].mean())

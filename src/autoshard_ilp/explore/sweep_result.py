@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autoshard_ilp.arguments import file_path
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.explore import show
 from autoshard_ilp.explore.results import COLUMNS, Row
@@ -99,7 +100,7 @@ class Sweep:
         """Writes an HTML page that needs nothing else: the table, figures, failures, how it was made."""
         from autoshard_ilp.explore.sweep_report import write
 
-        return write(self, Path(path))
+        return write(self, file_path(path))
 
     def text(self, width: int | None = None, *, only_ascii: bool = False, most: int = 60) -> str:
         """The results as a table, fastest first within what varies."""
