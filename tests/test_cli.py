@@ -171,7 +171,7 @@ def test_an_interrupt_exits_with_130(monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_an_interrupt_that_leaves_a_plan_exits_with_130_too(monkeypatch):
+def test_an_interrupt_that_leaves_a_plan_is_no_failure(monkeypatch):
     from autoshard_ilp import planning
 
     solved = planning.attempt
@@ -183,7 +183,7 @@ def test_an_interrupt_that_leaves_a_plan_exits_with_130_too(monkeypatch):
 
     monkeypatch.setattr(planning, "attempt", interrupted)
     result = run(*PLAN)
-    assert result.exit_code == 130 and "train step on" in result.stdout
+    assert result.exit_code == 0 and "train step on" in result.stdout
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(130)])

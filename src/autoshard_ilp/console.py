@@ -100,10 +100,7 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             with _remembering_interrupts():
-                answer = command(*args, **kwargs)
-                if was_interrupted():  # what was found until then is printed; a script must not take it for all
-                    raise typer.Exit(INTERRUPTED)
-                return answer
+                return command(*args, **kwargs)
         except KeyboardInterrupt:
             say("interrupted")
             raise typer.Exit(INTERRUPTED) from None
