@@ -21,7 +21,6 @@ from autoshard_ilp.costs.apart import apart, parted
 from autoshard_ilp.costs.build import build_program
 from autoshard_ilp.halving import HARDLY
 from autoshard_ilp.plan import Plan
-from autoshard_ilp.program.repeats import copies_in
 from autoshard_ilp.progress import Progress
 
 MESH = {"data": 2, "model": 4}
@@ -145,30 +144,6 @@ def test_prices_count_every_byte_of_what_is_held(tied_only: Any) -> None:
     # Copies from one layer to the next are left out, so that it may be less.
     assert priced <= trail.solution.objective + excess + 1e-12
     assert priced >= trail.solution.objective + excess - 1e-12 * 0.02 * trail.program.capacity
-
-
-def test_layers_that_cost_the_same_but_for_rounding_are_of_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a class of seven layers costs, by seven, is what one of three costs, by three, to some digit."""
-    monkeypatch.setattr(facts, "FEW_OPERATIONS", 0)
-    plan = autoshard.optimize(functools.partial(deep, 12, 256), MESH, remat="never", **OPTIONS)
-    trail = plan.trail
-    assert trail is not None and plan.executable is not None
-    request = replace(trail.request, capacity=10**12)
-    table = attempt.price(*attempt.read(plan.executable.graph, request), request, first_share=0.6)
-    built = attempt.build(plan.executable, trail.infos, table, request)
-    step = apart(table, built, "step_time")
-    edges: dict[int, list[np.ndarray]] = {}
-    for kind, edge in zip(step.alike.edges.tolist(), step.program.edges, strict=True):
-        edges.setdefault(kind, []).append(edge.table)
-    close = 0
-    for tables in edges.values():
-        for other in tables[1:]:
-            if other.shape == tables[0].shape and np.allclose(other, tables[0], rtol=1e-11, atol=0.0):
-                close += 1
-                assert other is tables[0]
-    assert close > 100
-    largest = max(copies_in(step.program, step.alike), key=lambda copies: copies.nodes.size)
-    assert len(largest.nodes) >= 8, "the first layers and the others, which the division told apart"
 
 
 def test_classes_are_parted_where_members_choose_differently(tied_only: Any) -> None:

@@ -17,9 +17,6 @@ from autoshard_ilp.costs.table import REUSE, CostTable, Flow, OpClass, execution
 from autoshard_ilp.program.model import Edge, Node, Program
 from autoshard_ilp.program.repeats import Alike
 
-BITS = 44
-"""Of costs: 3e-14 of them, far below the relative gap of 1e-9 that is a proof."""
-
 
 @dataclass(frozen=True, eq=False)
 class Apart:
@@ -56,7 +53,6 @@ def apart(table: CostTable, built: Built, objective: str, prices: Mapping[int, f
 
     def one(array: np.ndarray) -> np.ndarray:
         """One object for equal arrays: divided layers may have classes of their own that cost the same."""
-        array = _rounded(array)
         return same.setdefault((array.shape, hashlib.sha256(array.tobytes()).hexdigest()), array)
 
     nodes: list[Node] = []
@@ -99,13 +95,6 @@ def apart(table: CostTable, built: Built, objective: str, prices: Mapping[int, f
     backward = np.array([graph.ops[m].phase == "backward" for m in op_ids.tolist()], bool)
     alike = Alike(table.alike[op_ids], np.array(kinds, np.int64), backward)
     return Apart(Program(tuple(nodes), tuple(edges)), alike, classes, op_ids, offset)
-
-
-def _rounded(seconds: np.ndarray) -> np.ndarray:
-    """To :data:`BITS` binary digits: what several layers cost together, divided by their number, is of any number one
-    cost."""
-    mantissa, exponent = np.frexp(seconds)
-    return np.ldexp(np.round(np.ldexp(mantissa, BITS)), exponent - BITS)
 
 
 @dataclass(frozen=True, eq=False)
