@@ -15,10 +15,10 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import stacks, taps
 from autoshard_ilp.apply import Decisions, auto_mesh, planned_function
 from autoshard_ilp.apply.planned import Planned
 from autoshard_ilp.check import check_graph
+from autoshard_ilp.enforce import stacks, taps
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import finished
 from autoshard_ilp.apply import planned
 from autoshard_ilp.costs.beside import gradients_beside, held_beside, products_beside
 from autoshard_ilp.costs.build import _CopyLifetimes
 from autoshard_ilp.costs.memory import analyse
+from autoshard_ilp.enforce import finished
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
 from autoshard_ilp.strategies import Resolution, Strategy

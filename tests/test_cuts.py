@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard_ilp import cuts
 from autoshard_ilp.apply import Decisions, planned_function
-from autoshard_ilp.cuts import computed_as_read, cut_for, is_cut
+from autoshard_ilp.enforce import cuts
+from autoshard_ilp.enforce.cuts import computed_as_read, cut_for, is_cut
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
 from compiled import NAMES, mesh_of, needs_tpu, sharding
@@ -67,7 +67,7 @@ def written(program: Any) -> int:
 def test_the_tpu_compiler_writes_no_whole_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written(compiled("tpu-v5e:2x4")) == 0
     monkeypatch.setattr(cuts, "PLATFORMS", frozenset())
-    assert written(compiled("tpu-v5e:2x4")) > 0, "XLA:TPU no longer writes it: cuts.py can go"
+    assert written(compiled("tpu-v5e:2x4")) > 0, "XLA:TPU no longer writes it: enforce/cuts.py can go"
 
 
 def test_the_values_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

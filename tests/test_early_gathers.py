@@ -10,8 +10,8 @@ import pytest
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.course import Course
-from autoshard_ilp.earlygathers import MARGIN, gathers_that_wait
-from autoshard_ilp.latesums import Room
+from autoshard_ilp.enforce.earlygathers import MARGIN, gathers_that_wait
+from autoshard_ilp.enforce.latesums import Room
 from compiled import needs_cuda
 
 LAYERS, WIDTH = 6, 1024

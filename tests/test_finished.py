@@ -13,13 +13,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import finished, inplace, order
 from autoshard_ilp.apply import Decisions, planned_function
-from autoshard_ilp.finished import updates_waited_for
+from autoshard_ilp.enforce import finished, inplace, order
+from autoshard_ilp.enforce.finished import updates_waited_for
+from autoshard_ilp.enforce.inplace import waiting_updates
+from autoshard_ilp.enforce.order import Order, order_of
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
-from autoshard_ilp.inplace import waiting_updates
-from autoshard_ilp.order import Order, order_of
 from compiled import needs_tpu
 from two_layers import CLASSES, WIDTH, graph_of, shapes, without_and_with
 
@@ -119,8 +119,8 @@ def test_gradients_of_tied_tables_are_looked_at_in_32_bits(monkeypatch: pytest.M
     import keras
     from keras_hub.layers import ReversibleEmbedding
 
-    from autoshard_ilp import ties
     from autoshard_ilp.costs.precision import added_up_wide
+    from autoshard_ilp.enforce import ties
 
     def tied() -> Any:
         table = ReversibleEmbedding(8192, 256, dtype="mixed_bfloat16")

@@ -16,10 +16,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import stacks
 from autoshard_ilp.costs import build, memory
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.padding import masked_copies
+from autoshard_ilp.enforce import stacks
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
 from autoshard_ilp.strategies import Strategy

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import attempt, halving, kinds
 from autoshard_ilp.costs import facts
 from autoshard_ilp.costs.fold import LEAST_SPLIT, split
-from autoshard_ilp.division import division_of
 from autoshard_ilp.explore import loaded
 from autoshard_ilp.explore.again import problem_of, reprice
-from autoshard_ilp.halving import Left, Tied, best_of, solve_divided, start_of
 from autoshard_ilp.program import solve
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.search import attempt, halving, kinds
+from autoshard_ilp.search.division import division_of
+from autoshard_ilp.search.halving import Left, Tied, best_of, solve_divided, start_of
 
 DEPTH = 16
 IN_TWO = halving.HALVED, halving.DIVIDED.partition("{")[0]

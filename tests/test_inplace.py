@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard_ilp import inplace
 from autoshard_ilp.apply import Decisions, planned_function
-from autoshard_ilp.inplace import Wait, waiting_updates
+from autoshard_ilp.enforce import inplace
+from autoshard_ilp.enforce.inplace import Wait, waiting_updates
 from two_layers import CLASSES, ROWS, WIDTH, graph_of, without_and_with
 
 

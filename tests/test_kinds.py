@@ -11,11 +11,11 @@ import pytest
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import attempt, kinds
-from autoshard_ilp.kinds import kinds_of, of_coarser_meshes, starts_of_kinds
 from autoshard_ilp.pins import boundary_layouts
 from autoshard_ilp.program.model import Node, Program
-from autoshard_ilp.recipes import RECIPES
+from autoshard_ilp.search import attempt, kinds
+from autoshard_ilp.search.kinds import kinds_of, of_coarser_meshes, starts_of_kinds
+from autoshard_ilp.search.recipes import RECIPES
 
 MESH = {"data": 2, "model": 2}
 

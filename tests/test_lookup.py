@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from autoshard_ilp import apply
 from autoshard_ilp.apply import Decisions, planned_function
+from autoshard_ilp.enforce.lookup import look_up
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import insert_hubs
-from autoshard_ilp.lookup import look_up
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.verify import parse_collectives
 from compiled import mesh_of, needs_cuda, needs_tpu, sharding
@@ -91,7 +91,7 @@ def test_over_a_whole_slice_rows_are_scattered_in_stages(monkeypatch: pytest.Mon
     take = lambda t, i: jnp.take(t, i, axis=0)  # noqa: E731
     _, text = gathered(take, (TABLES["float"], tokens), layouts)
     assert "reduce_scatter" not in text, "left to the partitioner"
-    monkeypatch.setattr("autoshard_ilp.lookup.whole_slice", lambda mesh: (2, 2, 2))
+    monkeypatch.setattr("autoshard_ilp.enforce.lookup.whole_slice", lambda mesh: (2, 2, 2))
     out, text = gathered(take, (TABLES["float"], tokens), layouts)
     np.testing.assert_array_equal(out, take(jnp.asarray(TABLES["float"]), tokens))
     assert text.count("reduce_scatter") == len(SIZES) and "psum" not in text.replace("psum_scatter", "")

@@ -15,7 +15,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import manual
 from autoshard_ilp._jax_compat import open_jaxpr, row_major
 from autoshard_ilp.apply import Decisions
 from autoshard_ilp.apply.operations import Operations
@@ -25,6 +24,7 @@ from autoshard_ilp.costs.collectives import ring_bytes_per_device
 from autoshard_ilp.costs.reshard import steps
 from autoshard_ilp.costs.resolution import resolution_payloads
 from autoshard_ilp.deferral import Deferral
+from autoshard_ilp.enforce import manual
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import insert_hubs
 from autoshard_ilp.rules import rule_for

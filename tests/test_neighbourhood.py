@@ -13,7 +13,6 @@ import pytest
 
 import autoshard_ilp.program
 import test_priced
-from autoshard_ilp.attempt import Failure, free_peak_bytes
 from autoshard_ilp.planning import Expected
 from autoshard_ilp.program import brute_force, closing, minimum_capacity, neighbourhood, solve
 from autoshard_ilp.program.capacity import Room
@@ -23,6 +22,7 @@ from autoshard_ilp.program.model import Program, SolverOptions
 from autoshard_ilp.program.neighbourhood import Neighbourhood
 from autoshard_ilp.program.prices import PricedRows
 from autoshard_ilp.program.search import Search
+from autoshard_ilp.search.attempt import Failure, free_peak_bytes
 
 OPTIONS = SolverOptions(time_limit=60.0)
 

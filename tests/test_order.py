@@ -14,14 +14,14 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import latesums, manual, order, ties
 from autoshard_ilp.apply import Decisions, operations, planned_function
 from autoshard_ilp.costs.heap import REPORTED
 from autoshard_ilp.course import Course, Segment
+from autoshard_ilp.enforce import latesums, manual, order, ties
+from autoshard_ilp.enforce.latesums import Room
+from autoshard_ilp.enforce.order import order_of
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
-from autoshard_ilp.latesums import Room
-from autoshard_ilp.order import order_of
 from autoshard_ilp.placement import decisions
 from autoshard_ilp.report import held_bytes
 from autoshard_ilp.verify import compile_only_mesh, parse_target

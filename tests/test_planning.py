@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import anyplan, attempt, flatten, program
+from autoshard_ilp import flatten, program
 from autoshard_ilp.garbage import collector_paused, old_objects_left
 from autoshard_ilp.planning import LAST_PLAN_PART, PLAN_PART, Expected
 from autoshard_ilp.program import core
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.search import anyplan, attempt
 
 
 def deep(count: int = 8) -> keras.Model:

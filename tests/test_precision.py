@@ -11,9 +11,9 @@ import keras
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import manual
 from autoshard_ilp.apply import Decisions, planned, planned_function
 from autoshard_ilp.costs.precision import precision
+from autoshard_ilp.enforce import manual
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import insert_hubs
 from autoshard_ilp.verify import parse_collectives

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard_ilp import apply, manual, repeated
+from autoshard_ilp import apply
 from autoshard_ilp.apply import Decisions, planned_function
+from autoshard_ilp.enforce import manual, repeated
+from autoshard_ilp.enforce.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
-from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.verify import parse_collectives
 from compiled import NAMES, mesh_of, needs_cuda, needs_tpu, sharding
 
@@ -77,7 +78,7 @@ def test_the_tpu_compiler_gathers_no_broadcast(name: str, monkeypatch: pytest.Mo
     assert not parse_collectives(compiled(FUNCTIONS[name], "tpu-v5e:2x4").as_text())
     monkeypatch.setattr(repeated, "PLATFORMS", frozenset())
     merged = parse_collectives(compiled(FUNCTIONS[name], "tpu-v5e:2x4").as_text())
-    assert [c.kind for c in merged] == ["all-gather"], "XLA:TPU no longer merges them: repeated.py can go"
+    assert [c.kind for c in merged] == ["all-gather"], "XLA:TPU no longer merges them: enforce/repeated.py can go"
 
 
 @pytest.mark.parametrize("target", ["cpu:8", pytest.param("h100:8", marks=[needs_cuda, pytest.mark.cuda])])

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard_ilp import manual
 from autoshard_ilp.costs.collectives import CollectiveCosts
 from autoshard_ilp.costs.profile import load_profile
 from autoshard_ilp.costs.reshard import seconds, steps
 from autoshard_ilp.costs.reshard_tables import ReshardTables
 from autoshard_ilp.costs.topology import MeshLinks
+from autoshard_ilp.enforce import manual
 from autoshard_ilp.sharding import PARTIAL, WHOLE, divides, divisible_layouts, local_bytes
 from autoshard_ilp.strategies import layouts_of
 from compiled import NAMES, SIZES, mesh_of, needs_cuda, predicted, sent, sharding

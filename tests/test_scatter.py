@@ -11,13 +11,13 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 
-from autoshard_ilp import manual
 from autoshard_ilp._jax_compat import whole_slice
 from autoshard_ilp.costs.collectives import CollectiveCosts, ring_bytes_per_device
 from autoshard_ilp.costs.profile import load_profile
 from autoshard_ilp.costs.resolution import resolution_payloads
 from autoshard_ilp.costs.scatter import all_reduces, stages
 from autoshard_ilp.costs.topology import MeshLinks
+from autoshard_ilp.enforce import manual
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.sharding import to_partition_spec
 from autoshard_ilp.strategies import Resolution, Strategy

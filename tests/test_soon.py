@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.between import best_between
 from autoshard_ilp.costs import facts
 from autoshard_ilp.explore import soon, whatif
 from autoshard_ilp.program import solve
 from autoshard_ilp.program.flips import Flips
 from autoshard_ilp.program.mixing import Mixed
 from autoshard_ilp.program.model import Program, SolverOptions
+from autoshard_ilp.search.between import best_between
 from test_halving import MESH, OPTIONS, stack
 from test_mixing import least, program
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard_ilp import taps
+from autoshard_ilp.enforce import taps
 from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.verify.flops import matmul_flops

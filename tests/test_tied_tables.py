@@ -11,10 +11,10 @@ import keras
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import order
 from autoshard_ilp.apply import operations
+from autoshard_ilp.enforce import order
+from autoshard_ilp.enforce.order import order_of
 from autoshard_ilp.graph import Graph
-from autoshard_ilp.order import order_of
 from autoshard_ilp.verify import compile_only_mesh, parse_target
 from compiled import needs_cuda
 

@@ -14,14 +14,15 @@ from keras import layers
 from tests import zoo
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import attempt, halving, planning, untied
-from autoshard_ilp.attempt import Priced, free_bound
+from autoshard_ilp import planning
 from autoshard_ilp.costs import facts
 from autoshard_ilp.costs.apart import apart, parted
 from autoshard_ilp.costs.build import build_program
-from autoshard_ilp.halving import HARDLY
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.search import attempt, halving, untied
+from autoshard_ilp.search.attempt import Priced, free_bound
+from autoshard_ilp.search.halving import HARDLY
 
 MESH = {"data": 2, "model": 4}
 OPTIONS: dict[str, Any] = {"hardware": "h100", "batch_size": 64, "progress": False}

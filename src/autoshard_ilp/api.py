@@ -60,7 +60,7 @@ def optimize(
         objective: "step_time" or "communication".
         solver: time limit, gap, seed, ...
         remat: "auto": as many layers as the budget asks for recompute their activations, ``plan.remat`` names them
-            (:mod:`autoshard_ilp.rematsearch`); "never"; or "selective", "full", "full:6" (:mod:`autoshard_ilp.remat`).
+            (:mod:`.search.rematsearch`); "never"; or "selective", "full", "full:6" (:mod:`.remat`).
         strict: an unknown primitive is an error instead of being kept whole.
         while_trip_count: iterations that each while loop is priced at; None: what its own constants say, else one.
         verify: compile the plan, and plan again with the measured correction while the compiled peak memory exceeds

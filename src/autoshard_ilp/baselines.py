@@ -16,7 +16,7 @@ faster than :func:`autoshard_ilp.optimize`, whose feasible set contains all of t
 ==================  ==================================================================================================
 
 "Weights" are trainable and non-trainable variables alike (frozen weights too). Biases, scales and other small variables
-(:func:`autoshard_ilp.recipes.is_small`) are left whole by ``fsdp`` and ``zero1``, and are free under ``fsdp+megatron``:
+(:func:`.search.recipes.is_small`) are left whole by ``fsdp`` and ``zero1``, and are free under ``fsdp+megatron``:
 gathering them costs a latency and saves nothing. Metrics, seeds and other scalars are whole.
 """
 
@@ -32,7 +32,7 @@ from autoshard_ilp.errors import InfeasibleError, InputShapeError, UnsupportedMo
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.program.model import SolverOptions
-from autoshard_ilp.recipes import RECIPES, WEIGHTS, Recipe, Restriction, other_axes, restrict
+from autoshard_ilp.search.recipes import RECIPES, WEIGHTS, Recipe, Restriction, other_axes, restrict
 from autoshard_ilp.sharding import WHOLE, Layout, divides, from_partition_spec, replicated
 
 

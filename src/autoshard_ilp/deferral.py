@@ -5,7 +5,7 @@ contracted dimension is sharded, every device holds a partial result of each of 
 reduction over devices: ``reduce(a) + reduce(b) = reduce(a + b)``. So a tensor that only a sum reads may stay partial
 (an entry :data:`~autoshard_ilp.sharding.PARTIAL` in its layout) and the sum reduces once. XLA:GPU and XLA:TPU do the
 same behind the plan's back, by their pass "all-reduce reassociate"; here it is a strategy of the integer program, with
-its price, and :mod:`autoshard_ilp.manual` runs it on every backend.
+its price, and :mod:`autoshard_ilp.enforce.manual` runs it on every backend.
 
 The same holds for a sum over dimensions of one tensor: ``sum(reduce(a)) = reduce(sum(a))``, and the second is smaller.
 What a bag of words averages of a table whose rows are sharded is found partly on every device: all-reduced word by word
@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from autoshard_ilp.enforce.lookup import stays_partial
+from autoshard_ilp.enforce.manual import runs_partial
 from autoshard_ilp.graph import Graph, Op
-from autoshard_ilp.lookup import stays_partial
-from autoshard_ilp.manual import runs_partial
 from autoshard_ilp.rules.rule import Kind, Rule
 
 SUMS = frozenset({"add", "add_any"})
@@ -43,7 +43,7 @@ class Deferral:
         reads: its operands may be partial, all over the same mesh axes.
         resolves: it may reduce what it read partial (a sum); a rearrangement hands it on.
         leaves: its result may stay partial, because only a sum, of several tensors or over dimensions, reads it.
-        local: it can run device by device (:func:`autoshard_ilp.manual.run`), so that its partial sums may be scattered
+        local: it can run device by device (:func:`.enforce.manual.run`), so that its partial sums may be scattered
             onto two dimensions, one after the other; told only the layouts, XLA would all-reduce them.
     """
 

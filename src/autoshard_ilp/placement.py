@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard_ilp.costs.table import CostTable
-from autoshard_ilp.earlygathers import gathers_that_wait
+from autoshard_ilp.enforce.earlygathers import gathers_that_wait
+from autoshard_ilp.enforce.latesums import Room, sums_waited_for
 from autoshard_ilp.graph import Graph, Op
-from autoshard_ilp.latesums import Room, sums_waited_for
 from autoshard_ilp.report import flow_steps
 from autoshard_ilp.sharding import PARTIAL, Layout
 
@@ -110,7 +110,7 @@ def decisions(graph: Graph, placement: Placement, *, room: Room | None = None, a
         graph: of the step.
         placement: of its operations.
         room: above what the plan holds; None: plenty. Gathers of the forward pass for whose copies there is no room are
-            not to begin before their reader's other operand is there (:mod:`autoshard_ilp.earlygathers`), and the
+            not to begin before their reader's other operand is there (:mod:`.enforce.earlygathers`), and the
             backward pass does not go on before it has computed sums over arrays that there is no room for.
         axis_sizes: devices along each mesh axis.
     """

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard_ilp.calling import PlannedJit, check_layouts, check_structure, checked_leaves
 from autoshard_ilp.course import Course
+from autoshard_ilp.enforce.latesums import Room
 from autoshard_ilp.errors import PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.graph import Graph
-from autoshard_ilp.latesums import Room
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.placement import Placement, decisions
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
@@ -46,7 +46,7 @@ class Trail:
         request: checked options (:class:`autoshard_ilp.request.Request`).
         priced: the options under which ``costs`` was built; ``program`` may forbid more.
         policies: rematerialisation policies that were allowed, in order.
-        failures: those tried in vain (:class:`autoshard_ilp.attempt.Failure`).
+        failures: those tried in vain (:class:`autoshard_ilp.search.attempt.Failure`).
     """
 
     jaxpr: Any

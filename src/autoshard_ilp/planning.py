@@ -10,18 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard_ilp.agreement import facts_of_step, planned_once
-from autoshard_ilp.anyplan import any_plan
-from autoshard_ilp.attempt import Failure, assemble, attempt, free_peak_bytes, left_of, report_of
 from autoshard_ilp.equal import has_one_copy
 from autoshard_ilp.garbage import old_objects_left
-from autoshard_ilp.halving import Left
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import together
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.rematsearch import blocks_of, memory_share, recomputed_share, search
 from autoshard_ilp.request import Request
+from autoshard_ilp.search.anyplan import any_plan
+from autoshard_ilp.search.attempt import Failure, assemble, attempt, free_peak_bytes, left_of, report_of
+from autoshard_ilp.search.halving import Left
+from autoshard_ilp.search.rematsearch import blocks_of, memory_share, recomputed_share, search
+from autoshard_ilp.search.untied import without_ties
 from autoshard_ilp.step import Step, graph_of, whole_graph
-from autoshard_ilp.untied import without_ties
 
 FREE_PART = 0.4
 """Of the time left: what proving a plan that recomputes all blocks may take, at first, where memory does not bind."""
@@ -34,7 +34,7 @@ PLAN_PART = 0.6
 """Of a policy's time: after this it is left if there is no plan, for the policies that hold less ..."""
 
 LAST_PLAN_PART = 0.7
-"""... and the last one for :mod:`autoshard_ilp.anyplan`."""
+"""... and the last one for :mod:`autoshard_ilp.search.anyplan`."""
 
 ALL_PART = 0.4
 """The same for a plan that recomputes all blocks where memory binds nevertheless: fewer of them may be faster."""

@@ -2,7 +2,7 @@
 
 A rewrite of the graph, before hubs: every forward tensor that the backward pass needs and that is not *saved* is
 computed again, from saved tensors and arguments, right before its first use. What the copies read first passes a
-``recompute`` identity, which :mod:`autoshard_ilp.apply` ties to the backward pass (:mod:`autoshard_ilp.ties`), so that
+``recompute`` identity, which :mod:`.apply` ties to the backward pass (:mod:`.enforce.ties`), so that
 XLA can neither merge the copy with the original nor run it early. Copies are ordinary operations: their compute,
 collectives and memory are priced like any other's.
 
@@ -22,7 +22,7 @@ The narrow places cut the forward pass into *blocks* (half a transformer layer e
 chooses them), and each block has its own policy: ``"full:6"`` recomputes the first six and keeps the others, with
 ``"full:6+selective"`` selectively. The first blocks are the ones to recompute: the activations of an earlier block are
 alive for longer, from before those of a later one are made until after they are freed, so dropping the earlier of two
-equal blocks relieves every moment that dropping the later one does. How many, :mod:`autoshard_ilp.rematsearch` decides.
+equal blocks relieves every moment that dropping the later one does. How many, :mod:`.search.rematsearch` decides.
 """
 
 from __future__ import annotations

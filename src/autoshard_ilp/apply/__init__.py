@@ -4,11 +4,11 @@ The interpreter binds every equation of the graph again, in program order, under
 puts ``jax.lax.with_sharding_constraint`` where a layout was decided. Loops and branches are rebuilt with ``lax.scan``,
 ``lax.while_loop`` and ``lax.switch``, with the constraints of their bodies inside. What XLA's partitioner would gather
 although its rule shards it (:mod:`autoshard_ilp.rules.local`) runs device by device, under ``shard_map``, and so do the
-collectives that it would replace by others (:mod:`autoshard_ilp.manual`).
+collectives that it would replace by others (:mod:`autoshard_ilp.enforce.manual`).
 
 Gather once or gather again: XLA merges two equal all-gathers of one weight and so keeps the gathered copy alive from
 the forward to the backward pass. A hub that must gather again therefore first ties the *sharded* value to a value that
-exists only in the backward pass (:mod:`autoshard_ilp.ties`). The constraint on the tied value keeps it sharded: else
+exists only in the backward pass (:mod:`.enforce.ties`). The constraint on the tied value keeps it sharded: else
 propagation would move the gather in front of the tie. What is recomputed is tied alike.
 
 * :mod:`.decisions`: what is to be enforced;

@@ -25,7 +25,7 @@ class Decisions:
             there, so that the copy is held for less long.
         fit_early: those of ``waits`` for whose copies there is room from the start of the step on: they wait only where
             compilers would not combine them.
-        sums: ids of gradients of biases and the like that the backward pass waits for (:mod:`autoshard_ilp.order`).
+        sums: ids of gradients of biases and the like that the backward pass waits for (:mod:`.enforce.order`).
     """
 
     operands: Mapping[tuple[int, int], Layout] = field(default_factory=dict)

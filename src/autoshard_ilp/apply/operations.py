@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard_ilp import _jax_compat as compat
-from autoshard_ilp import manual, ties
 from autoshard_ilp.apply.planned import Planned
 from autoshard_ilp.apply.values import Frame, Values
-from autoshard_ilp.bounds import within_bounds
 from autoshard_ilp.costs.precision import added_up_wide
 from autoshard_ilp.costs.primitives import PRODUCTS, VIEWS
+from autoshard_ilp.enforce import manual, ties
+from autoshard_ilp.enforce.bounds import within_bounds
+from autoshard_ilp.enforce.lookup import along_inner, look_up
+from autoshard_ilp.enforce.order import SCATTERED_ONLY
+from autoshard_ilp.enforce.taps import as_products, without_batch_groups
 from autoshard_ilp.graph import Op
-from autoshard_ilp.lookup import along_inner, look_up
-from autoshard_ilp.order import SCATTERED_ONLY
 from autoshard_ilp.rules import OpView, axes_of_factors, rule_for, run_locally, runs_locally
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_bytes, replicated, to_partition_spec
-from autoshard_ilp.taps import as_products, without_batch_groups
 
 MIRRORED_HERE = frozenset({"gpu"})
 """Platforms on which a transposed convolution is told by the mirrored kernel right before it."""

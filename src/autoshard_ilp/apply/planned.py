@@ -9,7 +9,6 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autoshard_ilp import _jax_compat as compat
-from autoshard_ilp import manual, ties
 from autoshard_ilp.apply.decisions import Decisions, mark
 from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.costs.fusion import roots
@@ -21,17 +20,18 @@ from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.costs.splitk import kept_in_pieces
 from autoshard_ilp.costs.tile_shape import LANES
 from autoshard_ilp.costs.tiles import whole_rows
-from autoshard_ilp.cuts import computed_as_read
-from autoshard_ilp.earlygathers import COMBINED
-from autoshard_ilp.finished import updates_waited_for
+from autoshard_ilp.enforce import manual, ties
+from autoshard_ilp.enforce.cuts import computed_as_read
+from autoshard_ilp.enforce.earlygathers import COMBINED
+from autoshard_ilp.enforce.finished import updates_waited_for
+from autoshard_ilp.enforce.inplace import waiting_updates
+from autoshard_ilp.enforce.order import SCATTERED_ONLY, order_of
+from autoshard_ilp.enforce.repeated import made_as_read, unequal_broadcasts
+from autoshard_ilp.enforce.stacks import stacks_of_matrices
+from autoshard_ilp.enforce.uncut import sums_of_the_whole
 from autoshard_ilp.graph import Graph, Op
-from autoshard_ilp.inplace import waiting_updates
-from autoshard_ilp.order import SCATTERED_ONLY, order_of
-from autoshard_ilp.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_bytes, local_shape, to_partition_spec
-from autoshard_ilp.stacks import stacks_of_matrices
-from autoshard_ilp.uncut import sums_of_the_whole
 
 IN_STORED_ORDER = frozenset({"tpu", "gpu"})
 """Where gradients are asked for in the order of dimensions in which their variables are stored."""
@@ -165,7 +165,7 @@ class Planned:
         return jax.shard_map(compat.row_major, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(value)
 
     def as_stacked(self, value: Any, op: Op) -> Any:
-        """What a loop stacks up, or reads of a stack, in the order of dimensions in which both do (``stacks.py``)."""
+        """What a loop stacks up, or reads of a stack, in the order of dimensions in which both do (:mod:`.enforce.stacks`)."""
         if op.id not in self.stacks:
             return value
         if op.primitive == "loop_stack":

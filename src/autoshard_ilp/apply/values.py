@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from autoshard_ilp import _jax_compat as compat
-from autoshard_ilp import ties
 from autoshard_ilp.apply.planned import Planned
-from autoshard_ilp.cuts import cut_for, is_cut
+from autoshard_ilp.enforce import ties
+from autoshard_ilp.enforce.cuts import cut_for, is_cut
 from autoshard_ilp.graph import MIN_HUB_ELEMENTS, Op
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, to_partition_spec
 
@@ -87,7 +87,7 @@ class Values:
 
     def cut_before(self, frame: Frame, tensor: int, layout: Layout) -> Any | None:
         """The part of an elementwise result that a layout cuts from it, computed from its operands' parts
-        (:mod:`autoshard_ilp.cuts`); None where it is to be cut itself, or where this is no cut."""
+        (:mod:`autoshard_ilp.enforce.cuts`); None where it is to be cut itself, or where this is no cut."""
         plan, t = self.plan, self.graph.tensors[tensor]
         if tensor not in plan.as_read or tensor not in frame.values or t.producer is None:
             return None
@@ -145,7 +145,7 @@ class Values:
 
         Schedulers start collectives as early as they can, and would hold the copy from the forward pass on. Where the
         budget leaves no room for that, what the forward pass gathers waits for the other operand of its reader
-        (:mod:`autoshard_ilp.earlygathers`).
+        (:mod:`autoshard_ilp.enforce.earlygathers`).
         """
         tensor = op.inputs[i]
         t, now = self.graph.tensors[tensor], self.plan.layout(tensor)

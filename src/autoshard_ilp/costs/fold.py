@@ -5,7 +5,7 @@ rule and buffers. Names play no part. Program order walks a layer before it ente
 shorter than a layer tells its operations apart, yet ends within the first and the last layer, which stay free.
 
 Tying is a restriction: every tied assignment is a valid assignment of the whole step, with exactly the cost of its
-parts times their number. What it costs is asked of the step without ties (:mod:`autoshard_ilp.untied`).
+parts times their number. What it costs is asked of the step without ties (:mod:`autoshard_ilp.search.untied`).
 
 Where memory binds, one decision for all layers is coarse: it moves gigabytes at once. :func:`split` loosens the tie:
 the first layers decide for themselves, and so do the others. In a small step every layer does.

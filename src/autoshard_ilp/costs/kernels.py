@@ -84,7 +84,7 @@ def _convolution(traffic: Traffic, graph: Graph, op: Op, profile: Any) -> Traffi
 
 def products_instead(graph: Graph, op: Op) -> str:
     """Whether a convolution runs on GPUs as one product per element of its result or of its kernel
-    (:mod:`autoshard_ilp.taps`): :data:`PER_POSITION`, :data:`PER_TAP`, or "" where cuDNN computes it."""
+    (:mod:`autoshard_ilp.enforce.taps`): :data:`PER_POSITION`, :data:`PER_TAP`, or "" where cuDNN computes it."""
     if is_slow_kernel_gradient(graph, op):
         return PER_POSITION
     plain = op.params["feature_group_count"] == 1 and all(d == 1 for d in op.params["lhs_dilation"])

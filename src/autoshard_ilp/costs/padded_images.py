@@ -12,7 +12,7 @@ operands, the features in the place of the batch, and fills in padding and dilat
 **Three spatial dimensions.** cuDNN has them behind the channels. What is computed is written so; what the step is given
 is copied.
 
-**Products instead of convolutions** (:mod:`autoshard_ilp.taps`) read one piece of the image at a time.
+**Products instead of convolutions** (:mod:`autoshard_ilp.enforce.taps`) read one piece of the image at a time.
 
 Seen in programs compiled for H100 (3 x 3 with stride 2 over 128 x 128 pixels: ``f32[8,129,129,64]`` beside
 ``f32[8,128,128,64]`` until the gradient).
@@ -155,7 +155,7 @@ def enlarged_bytes(graph: Graph, op: Op, strategies: Sequence[Strategy], axis_si
     """Bytes that one device holds besides for the gradient of a strided convolution's image, per strategy.
 
     cuDNN makes that of an image padded alike at both ends, of which XLA cuts the image's own. Where the cotangent is
-    smaller than the kernel it is copied with zeros (:func:`autoshard_ilp.taps.of_larger_image`).
+    smaller than the kernel it is copied with zeros (:func:`autoshard_ilp.enforce.taps.of_larger_image`).
     """
     held = np.zeros(len(strategies), np.int64)
     dilated = op.primitive == CONVOLUTION and any(d > 1 for d in op.params["lhs_dilation"])

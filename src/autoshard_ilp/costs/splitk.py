@@ -5,7 +5,7 @@ into pieces, makes one 32-bit partial result per piece, and adds them up in anot
 (``xla/backends/gpu/transforms/splitk_rewriter``). Gradients of small weights over many rows are such products. The
 partial results take many times the bytes of the result. Where the pieces are not whole vectors of 16 bytes, both
 operands are copied, padded. The same holds for a convolution that is a sum of products, one per tap of its kernel
-(:mod:`autoshard_ilp.taps`): one kernel adds up all of them.
+(:mod:`autoshard_ilp.enforce.taps`): one kernel adds up all of them.
 
 The rule below is that of the compiler in ``jax-cuda12-plugin`` 0.10, found by compiling 58 products for H100
 (``tests/test_splitk.py`` compiles some of them again): as many pieces, a power of two, as keep tiles times pieces
@@ -115,7 +115,7 @@ def kept_in_pieces(
 
 
 def _taps(graph: Graph, op: Op) -> int:
-    """Products of which a convolution is the sum (:mod:`autoshard_ilp.taps`); 0 where it is none."""
+    """Products of which a convolution is the sum (:mod:`autoshard_ilp.enforce.taps`); 0 where it is none."""
     if op.primitive != "conv_general_dilated" or products_instead(graph, op) != PER_TAP:
         return 0
     kernel = graph.tensors[op.inputs[1]].shape

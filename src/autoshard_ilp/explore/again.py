@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.attempt import Failure
 from autoshard_ilp.errors import InputShapeError, UnsupportedModelError
-from autoshard_ilp.halving import within
-from autoshard_ilp.kinds import Kept, Kind, kinds_of
 from autoshard_ilp.pins import Allowed, class_masks, masked, path_shapes, resolve_pins
+from autoshard_ilp.search.attempt import Failure
+from autoshard_ilp.search.halving import within
+from autoshard_ilp.search.kinds import Kept, Kind, kinds_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +56,11 @@ class Problem:
         return self.allowed == allowed_layouts(self.priced, path_shapes(self.step.graph))
 
     def asked(self, part: Any) -> Problem:
-        """A part of this problem (:class:`~autoshard_ilp.kinds.Kind`) as one of its own; a problem is left as it is."""
+        """A part of this problem (:class:`~.search.kinds.Kind`) as one of its own; a problem is left as it is."""
         return replace(self, program=part.program) if isinstance(part, Kind) else part
 
     def kinds(self) -> Iterator[Kept]:
-        """What plans of a known kind each may use (:mod:`autoshard_ilp.kinds`)."""
+        """What plans of a known kind each may use (:mod:`autoshard_ilp.search.kinds`)."""
         return kinds_of(self.table, self.program, self.infos, self.request.mesh)
 
 
@@ -93,7 +93,7 @@ def narrower(a: Allowed, b: Allowed) -> bool:
 
 def reprice(step: Any, infos: Any, request: Any, progress: Any, first_share: float = 0.0, facts: Any = None) -> Problem:
     """Prices a step from scratch; trace, rules and the ``facts`` of another table of this step are kept."""
-    from autoshard_ilp.attempt import build, price, read
+    from autoshard_ilp.search.attempt import build, price, read
 
     with progress.stage("strategies"):
         table = price(*read(step.graph, request, facts), request, first_share)
@@ -242,7 +242,7 @@ def _proved(program: Any, choices: np.ndarray, known: Known) -> Any:
 
 def plan_of(problem: Problem, solution: Any, progress: Any, like: Any) -> Any:
     """The plan of a solution; mode, batch size and origin are those of the plan ``like``."""
-    from autoshard_ilp.attempt import assemble
+    from autoshard_ilp.search.attempt import assemble
 
     kept = {k: v for k, v in like.origin.items() if k not in ("hardware", "pins", "first_share", "halved")}
     plan = assemble(
@@ -274,7 +274,7 @@ class FailedProblem(Failure):
 
 
 def failure_of(problem: Problem, solution: Any) -> FailedProblem:
-    """A problem without a solution, as :func:`autoshard_ilp.infeasible.infeasible` explains it."""
+    """A problem without a solution, as :func:`autoshard_ilp.search.infeasible.infeasible` explains it."""
     request = problem.request
     shapes = path_shapes(problem.step.graph)
     pinned = resolve_pins(request.pins, shapes, request.mesh.axis_names, request.mesh.axis_sizes)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.division import HALF
 from autoshard_ilp.errors import PlanMismatchError, ProfileError
 from autoshard_ilp.explore.again import Known, Problem, problem_of, reprice, solved
 from autoshard_ilp.plan import Plan, Trail
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.search.division import HALF
 
 
 def priced_again(plan: Plan, progress: Any = None) -> Plan:
@@ -96,8 +96,8 @@ def _as_planned(problem: Problem, plan: Plan) -> tuple[Problem, np.ndarray] | No
 
     Classes whose members the plan lays out differently are parted.
     """
-    from autoshard_ilp.attempt import build
     from autoshard_ilp.costs.apart import apart, parted
+    from autoshard_ilp.search.attempt import build
 
     step = apart(problem.table, problem.built, plan.objective)
     chosen = []

@@ -20,7 +20,7 @@ from autoshard_ilp.explore.meshes_table import Candidate, MeshSearch
 from autoshard_ilp.explore.source import Source
 from autoshard_ilp.mesh import MOST_DEVICES, MeshSpec
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.rematsearch import blocks_of, recomputed_share, search
+from autoshard_ilp.search.rematsearch import blocks_of, recomputed_share, search
 
 AXIS_NAMES = ("replica", "data", "model")
 RANKS = ("time", "price")
@@ -320,7 +320,7 @@ class Search:
         return self._solved(one.candidate, *solutions[found.plan.remat_policy])
 
     def _failed(self, one: _Open, failures: list[Any]) -> Candidate:
-        from autoshard_ilp.infeasible import infeasible
+        from autoshard_ilp.search.infeasible import infeasible
 
         error = infeasible(failures, one.request)
         self.errors.append(error)

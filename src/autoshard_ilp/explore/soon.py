@@ -6,7 +6,7 @@ That search has left three things that hold under other budgets and pins as well
 - the program with one decision for all repeated layers, and plans of it that cost next to nothing more at these prices;
 - the plan itself, and the table that its layers are divided in.
 
-What can be put together from these plans (:mod:`autoshard_ilp.between`) is a plan, and the prices say how far it is
+What can be put together from these plans (:mod:`.search.between`) is a plan, and the prices say how far it is
 from the best one at most. Where that is little, it is an answer.
 """
 
@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.between import best_between
-from autoshard_ilp.division import division_of
 from autoshard_ilp.explore.again import (
     Known,
     Problem,
@@ -33,11 +31,13 @@ from autoshard_ilp.explore.again import (
     solved,
 )
 from autoshard_ilp.garbage import collector_paused
-from autoshard_ilp.halving import FEW_PLANS, Tied, start_of
 from autoshard_ilp.pins import class_masks, masked
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.untied import PricedBound, percent
+from autoshard_ilp.search.between import best_between
+from autoshard_ilp.search.division import division_of
+from autoshard_ilp.search.halving import FEW_PLANS, Tied, start_of
+from autoshard_ilp.search.untied import PricedBound, percent
 
 ENOUGH = 0.01
 """Relative gap of a plan that is an answer."""

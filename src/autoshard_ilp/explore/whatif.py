@@ -23,12 +23,12 @@ from autoshard_ilp.explore.again import (
     solved,
 )
 from autoshard_ilp.explore.soon import ENOUGH, of_tied, soon
-from autoshard_ilp.fewerblocks import is_infeasible
 from autoshard_ilp.garbage import old_objects_left
-from autoshard_ilp.halving import Left, cheapest, for_any_plan, solve_divided
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.untied import NODES, without_ties
+from autoshard_ilp.search.fewerblocks import is_infeasible
+from autoshard_ilp.search.halving import Left, cheapest, for_any_plan, solve_divided
+from autoshard_ilp.search.untied import NODES, without_ties
 
 SOON_SECONDS = 0.5
 """What showing that a policy still does not fit may take."""
@@ -125,10 +125,17 @@ class _Attempt:
 def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progress, *, quickly: bool = False) -> Plan:
     """The plan under new options, with as little rematerialisation as fits; ``quickly``: one that is near to the best
     will do, where there is one at once."""
-    from autoshard_ilp.anyplan import any_plan
-    from autoshard_ilp.attempt import tied_note
     from autoshard_ilp.planning import Expected, needed_share, with_history
-    from autoshard_ilp.rematsearch import DEAR_SHARE, SOME_SHARE, blocks_of, memory_share, recomputed_share, search
+    from autoshard_ilp.search.anyplan import any_plan
+    from autoshard_ilp.search.attempt import tied_note
+    from autoshard_ilp.search.rematsearch import (
+        DEAR_SHARE,
+        SOME_SHARE,
+        blocks_of,
+        memory_share,
+        recomputed_share,
+        search,
+    )
 
     known = _attempts(plan, request)
     if _still_best(plan, request, policies):
@@ -230,8 +237,8 @@ def _again(
     **expected: Any,
 ) -> Any:
     """The plan under one policy, or the failure; ``cutoff`` and ``dear`` as in :func:`autoshard_ilp.program.solve`,
-    ``plan_part`` as in :func:`autoshard_ilp.attempt.attempt`, the rest as in
-    :func:`autoshard_ilp.halving.solve_divided`."""
+    ``plan_part`` as in :func:`autoshard_ilp.search.attempt.attempt`, the rest as in
+    :func:`autoshard_ilp.search.halving.solve_divided`."""
     from autoshard_ilp.step import graph_of
 
     facts = Known()

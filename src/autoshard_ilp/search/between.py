@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.kinds import Kept, Kind, whole_choices
 from autoshard_ilp.program.families import restricted
 from autoshard_ilp.program.flips import Flips
+from autoshard_ilp.search.kinds import Kept, Kind, whole_choices
 
 FLIP = 1e-4
 """Relative: what a single change of the best plan may cost, bytes at their prices, to be among the choices ..."""

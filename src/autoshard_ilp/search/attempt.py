@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs.overlap import overlap_notes
-from autoshard_ilp.division import HALF
 from autoshard_ilp.errors import UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
-from autoshard_ilp.halving import Left, for_any_plan, solve_divided, within
-from autoshard_ilp.kinds import Kept, kinds_of, of_coarser_meshes
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request, recipe
+from autoshard_ilp.search.division import HALF
+from autoshard_ilp.search.halving import Left, for_any_plan, solve_divided, within
+from autoshard_ilp.search.kinds import Kept, kinds_of, of_coarser_meshes
 from autoshard_ilp.sharding import WHOLE
 from autoshard_ilp.step import Step, loop_notes
 
@@ -103,11 +103,11 @@ class Priced:
 
     @property
     def program(self) -> Any:
-        """The program, as :func:`autoshard_ilp.halving.solve_divided` wants it."""
+        """The program, as :func:`autoshard_ilp.search.halving.solve_divided` wants it."""
         return self.built.program
 
     def kinds(self, like: np.ndarray | None, least: float) -> Iterator[Kept]:
-        """What plans of a known kind each may use (:mod:`autoshard_ilp.kinds`).
+        """What plans of a known kind each may use (:mod:`autoshard_ilp.search.kinds`).
 
         Those of coarser meshes first, of which at least so large a share of the choices of a plan ``like`` them is.
         """

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.attempt import Failure
 from autoshard_ilp.errors import InfeasibleError
-from autoshard_ilp.halving import cheapest, within
-from autoshard_ilp.infeasible import infeasible
 from autoshard_ilp.pins import class_masks, masked, path_shapes
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.recipes import fsdp
 from autoshard_ilp.request import Request
+from autoshard_ilp.search.attempt import Failure
+from autoshard_ilp.search.halving import cheapest, within
+from autoshard_ilp.search.infeasible import infeasible
+from autoshard_ilp.search.recipes import fsdp
 
 HAND_PART = 0.2
 """Of the time limit, beyond it where less is left: what plans by hand may take, of all open policies together, ..."""

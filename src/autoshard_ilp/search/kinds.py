@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard_ilp.pins import class_masks, path_shapes
 from autoshard_ilp.program.families import restricted
-from autoshard_ilp.recipes import RECIPES
+from autoshard_ilp.search.recipes import RECIPES
 
 Kept = Sequence[np.ndarray]
 """Per decision, the strategies that are left (bool)."""

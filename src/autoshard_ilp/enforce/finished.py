@@ -5,7 +5,7 @@ off to the end of the step: nothing in the backward pass waits for them. Until t
 the weight that makes the logits that is the logits themselves, from which their gradient is computed again (two Llama
 layers under a tight budget on v5p: 330 of 860 MB of temporaries). A look at the product would part it from its
 update, and write it. So what the backward pass computes next waits for the variable's new value: it is written anyway,
-in place of the old one (:mod:`autoshard_ilp.inplace`), and looking at it parts nothing.
+in place of the old one (:mod:`autoshard_ilp.enforce.inplace`), and looking at it parts nothing.
 
 XLA:GPU computes updates by kernels of their own, but puts off some of these as well, and holds their gradients (for
 layers of width 2048, 8.4 of 126 MB on 8 H100s).
@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autoshard_ilp.costs.primitives import SAME_VALUES, VIEWS, fusible
+from autoshard_ilp.enforce.inplace import Wait, product_behind
+from autoshard_ilp.enforce.order import Order
+from autoshard_ilp.enforce.ties import may_anchor
 from autoshard_ilp.graph import Graph, Op
-from autoshard_ilp.inplace import Wait, product_behind
-from autoshard_ilp.order import Order
-from autoshard_ilp.ties import may_anchor
 
 PLATFORMS = frozenset({"tpu", "gpu"})
 """Where updates are waited for."""
@@ -38,7 +38,7 @@ def updates_waited_for(
     Args:
         graph: of the step, hubs included.
         order: of its backward pass, products waited for.
-        updates: what updates wait for themselves (:func:`autoshard_ilp.inplace.waiting_updates`).
+        updates: what updates wait for themselves (:func:`autoshard_ilp.enforce.inplace.waiting_updates`).
         platform: of the mesh's devices.
         unshared: whether a product's result needs no collective in the layouts decided.
     """

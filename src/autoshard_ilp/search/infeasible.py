@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard_ilp.attempt import Failure, build, price, read
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.request import Request
+from autoshard_ilp.search.attempt import Failure, build, price, read
 from autoshard_ilp.units import format_bytes
 
 FIRST_PART = 0.8

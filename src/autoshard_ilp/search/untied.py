@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.attempt import assemble, build, shared, tied_note
 from autoshard_ilp.garbage import collector_paused
-from autoshard_ilp.halving import within
 from autoshard_ilp.plan import Plan, Trail
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.rematsearch import hardly_dear
+from autoshard_ilp.search.attempt import assemble, build, shared, tied_note
+from autoshard_ilp.search.halving import within
+from autoshard_ilp.search.rematsearch import hardly_dear
 
 LEAST_SECONDS = 1.0
 """In less time nothing is shown ..."""

@@ -2,7 +2,7 @@
 
 A decision that all layers share moves the memory of all of them at once, so a plan may have to leave gigabytes unused.
 Let the first layers decide for themselves, and the others: if as many are the first as the prices of bytes ask for
-(:mod:`autoshard_ilp.division`), a plan fits that is close to the bound, and although that program is larger, it is the
+(:mod:`.search.division`), a plan fits that is close to the bound, and although that program is larger, it is the
 easier one. In a small step every layer decides for itself then. Whether memory binds is known once the program with one
 decision for all is solved without memory; what fits then is the answer, and nothing is divided.
 """
@@ -18,10 +18,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from autoshard_ilp.between import best_between
 from autoshard_ilp.costs.fold import LEAST_SPLIT
-from autoshard_ilp.division import HALF, Division, division_of
-from autoshard_ilp.kinds import NEARLY, Kept, better_of_its_kind, starts_of_kinds
+from autoshard_ilp.search.between import best_between
+from autoshard_ilp.search.division import HALF, Division, division_of
+from autoshard_ilp.search.kinds import NEARLY, Kept, better_of_its_kind, starts_of_kinds
 
 BINDS = "Memory binds: "
 """How the note begins that says how far repeated layers decide for themselves."""
@@ -105,7 +105,7 @@ class Priced(Protocol):
         """The :class:`~autoshard_ilp.program.model.Program` built from it."""
 
     def kinds(self, like: np.ndarray | None, least: float) -> Iterator[Kept]:
-        """Restrictions of the program that leave plans of a known kind each (:mod:`autoshard_ilp.kinds`)."""
+        """Restrictions of the program that leave plans of a known kind each (:mod:`autoshard_ilp.search.kinds`)."""
 
 
 @dataclass(frozen=True, eq=False)

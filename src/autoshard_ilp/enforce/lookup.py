@@ -5,7 +5,7 @@ writes that sum as one all-reduce over all the axes, and makes a reduce-scatter 
 over the same axes, along one dimension; over a whole TPU slice it makes none even then
 (:mod:`autoshard_ilp.costs.scatter`), nor where another axis computes copies. A plan that scatters over some axes and
 adds up over others (a table over all devices, its rows read by sequences that only some axes share) would send, and
-hold, the whole result; so the sums are written out here, as :mod:`autoshard_ilp.manual` does for products. So they are
+hold, the whole result; so the sums are written out here, as :mod:`.enforce.manual` does for products. So they are
 where what was found stays partial, since a later sum adds it up (:mod:`autoshard_ilp.deferral`).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from autoshard_ilp._jax_compat import whole_slice
 from autoshard_ilp.costs.scatter import spans_slice
-from autoshard_ilp.manual import Computed, mapped, reduced, unreduced
+from autoshard_ilp.enforce.manual import Computed, mapped, reduced, unreduced
 from autoshard_ilp.rules.rule import OpView, Rule
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape
 

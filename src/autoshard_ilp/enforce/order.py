@@ -4,7 +4,7 @@ Nothing in the backward pass waits for the gradient of a weight, so a scheduler 
 of them last, and holds both operands of every one of them, an activation and a cotangent, until then; it does so with
 one of two branches, too. The plan counts program order. So what the backward pass computes
 elementwise next waits for the products before it that it does not depend on, by a data
-dependency that costs nothing (:mod:`autoshard_ilp.ties`): one device's own product is looked at before it is reduced
+dependency that costs nothing (:mod:`.enforce.ties`): one device's own product is looked at before it is reduced
 over devices, so that no collective is waited for. But where unreduced gradients are large and their shards small, it is
 the shard that is waited for: else the scheduler would put off the reduce-scatter, and hold all that it is to add up.
 XLA:TPU puts them off as well (two OPT layers on v5e: 200 of 1130 MB of temporaries); there it is always the shard.
@@ -15,7 +15,7 @@ themselves, since their gradient is never written (a language model of two layer
 the backward pass waits for such sums, as each device has them; for those over the gradient of the logits its first
 product does. XLA:GPU puts sums off, too, and adds several of them up in one kernel, which is quicker (BERT's step on
 one H100 took 91.0 ms with, and 89.8 without waiting); so only those are waited for there that the memory has no room
-to put off (:mod:`autoshard_ilp.latesums`). Compiled for 8 H100s under tight budgets: two layers of DeBERTa 173 -> 161
+to put off (:mod:`.enforce.latesums`). Compiled for 8 H100s under tight budgets: two layers of DeBERTa 173 -> 161
 MB, of XLNet 126 -> 119.
 
 XLA:GPU computes the value of a loss last, and holds the logits until then. So what the backward pass begins with, the
@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 
 from autoshard_ilp.costs.combining import only_updates_read
 from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, SAME_VALUES, VIEWS, fusible
+from autoshard_ilp.enforce.ties import MIN_COPY_BYTES, may_anchor
 from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op, Region
-from autoshard_ilp.ties import MIN_COPY_BYTES, may_anchor
 
 PLATFORMS = frozenset({"gpu", "tpu"})
 """Where gradients are put in their place."""
@@ -44,7 +44,7 @@ SCATTERED_ONLY = frozenset({"tpu"})
 """Where only gradients that are reduced over devices are waited for, and only after that, and those for which larger
 copies are gathered than they are themselves. XLA:TPU computes a product and its reduce-scatter in one kernel, and a
 product and the update that reads it: a look at the product would part them, and its result would be written (two Llama
-layers take 8 % more memory so). There the update is waited for (:mod:`autoshard_ilp.finished`). A product that is cast
+layers take 8 % more memory so). There the update is waited for (:mod:`.enforce.finished`). A product that is cast
 and held so (``added_up_wide``) is looked at as it is held: else it would be written twice."""
 
 SUMS_TOO = frozenset({"tpu"})

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from autoshard_ilp.course import layers_of
+from autoshard_ilp.enforce.latesums import Room
+from autoshard_ilp.enforce.ties import MIN_COPY_BYTES
 from autoshard_ilp.graph import Graph
-from autoshard_ilp.latesums import Room
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, local_bytes
-from autoshard_ilp.ties import MIN_COPY_BYTES
 
 COMBINED = frozenset({"gpu"})
 """Platforms whose compilers combine gathers."""

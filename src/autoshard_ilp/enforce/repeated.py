@@ -8,7 +8,7 @@ A normalisation multiplies by one number per token in the forward pass, and agai
 may shard the features of one and not of the other. Each device repeats its numbers for itself, so no collective is
 planned. But the two broadcasts are equal: XLA:TPU merges them before it partitions the program, the one that is left
 has one layout, and whoever wants another gathers what cost nothing to make. So these broadcasts are made device by
-device, under ``shard_map`` (:func:`autoshard_ilp.manual.repeat`): of different shapes, they are nothing to merge.
+device, under ``shard_map`` (:func:`.enforce.manual.repeat`): of different shapes, they are nothing to merge.
 Layers that compute the same from the same (masks, rotary embeddings) do so in equal operations, which XLA merges too.
 """
 

@@ -25,8 +25,8 @@ from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.costs.combining import only_updates_read
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.primitives import VIEWS
+from autoshard_ilp.enforce.manual import never_known_before
 from autoshard_ilp.graph import Graph, Op
-from autoshard_ilp.manual import never_known_before
 
 MIN_ELEMENTS = 128
 """A gradient of fewer elements is no anchor: it may be a sum that is known long before the layer's backward pass."""

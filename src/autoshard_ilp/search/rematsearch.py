@@ -11,7 +11,7 @@ decided anew for it, and its copies are priced by their FLOP, bytes and collecti
    taken up again, where it may be faster;
 3. if it does not fit, recomputes all blocks, selectively, and in full where that does not fit, and some of them in full
    and the others selectively where that does not fit either;
-4. then looks for a smaller ``k`` that is faster (:mod:`autoshard_ilp.fewerblocks`).
+4. then looks for a smaller ``k`` that is faster (:mod:`autoshard_ilp.search.fewerblocks`).
 
 The third step is enough where recomputation takes next to nothing and planning takes long. Of everything that fits,
 the plan with the shortest step is taken. ``plan.notes`` says what was searched.
@@ -25,7 +25,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard_ilp.fewerblocks import (
+from autoshard_ilp.plan import Plan
+from autoshard_ilp.remat import Policy
+from autoshard_ilp.search.fewerblocks import (
     GAIN,
     LONG_GAIN,
     QUICK_SECONDS,
@@ -37,9 +39,7 @@ from autoshard_ilp.fewerblocks import (
     recomputation_is_short,
     worth,
 )
-from autoshard_ilp.halving import BINDS, HARDLY
-from autoshard_ilp.plan import Plan
-from autoshard_ilp.remat import Policy
+from autoshard_ilp.search.halving import BINDS, HARDLY
 
 FIRST_PART = 0.9
 """Of the time left: what a plan that recomputes all blocks may take, when fewer are tried after it."""
@@ -74,7 +74,7 @@ PROVE_PART = 0.4
 
 
 def found_by_kind(plan: Plan) -> bool:
-    """Whether a plan was found from one of a known kind (:mod:`autoshard_ilp.kinds`), as other numbers of blocks are
+    """Whether a plan was found from one of a known kind (:mod:`.search.kinds`), as other numbers of blocks are
     looked at."""
     return plan.trail is not None and bool(plan.trail.solution.report.get("by_kind"))
 
@@ -271,7 +271,7 @@ def _prove(found: Found, tried: Tried, took: float, left: float) -> None:
     """Where the best plan was left early, and unproved: solve it to the end.
 
     Not where less time is ``left`` than it ``took`` (seconds): it would end as before. Nor where the budget adds hardly
-    anything and one plan takes long: the bound of the step without ties says as much (:mod:`autoshard_ilp.untied`).
+    anything and one plan takes long: the bound of the step without ties says as much (:mod:`.search.untied`).
     """
     plan = found.plan
     assert plan is not None

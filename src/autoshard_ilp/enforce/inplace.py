@@ -5,7 +5,7 @@ compiler so: the weight's gradient is known before, or beside, the product of th
 once more. XLA:TPU computes a product and the update that reads it in one kernel, where no collective comes between; it
 runs that first, and writes the new value somewhere else, to copy it later (for Llama's table of logits, 263 MB). So
 what an update reads of such a gradient waits for the weight's other product, by a data dependency
-(:mod:`autoshard_ilp.ties`).
+(:mod:`autoshard_ilp.enforce.ties`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from autoshard_ilp.costs.combining import known_from_the_start, only_updates_read
 from autoshard_ilp.costs.primitives import PRODUCTS, VIEWS
+from autoshard_ilp.enforce.ties import MIN_COPY_BYTES, may_anchor
 from autoshard_ilp.graph import Graph
-from autoshard_ilp.ties import MIN_COPY_BYTES, may_anchor
 
 PLATFORMS = frozenset({"tpu"})
 """Where updates wait. Other compilers were not seen to need it."""

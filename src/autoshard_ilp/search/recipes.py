@@ -1,7 +1,7 @@
 """Storage as people write it by hand: which layouts each variable and each input may have.
 
 What happens inside the step is left to the solver. :mod:`autoshard_ilp.baselines` describes the recipes and plans by
-one of them; :mod:`autoshard_ilp.kinds` looks for first plans among them where memory binds.
+one of them; :mod:`autoshard_ilp.search.kinds` looks for first plans among them where memory binds.
 """
 
 from __future__ import annotations

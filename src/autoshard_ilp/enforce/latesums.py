@@ -1,7 +1,7 @@
 """Which sums of the backward pass may be computed after it: those whose arrays the memory has room for until then.
 
 Nothing waits for the gradients of biases and scales, so XLA:GPU computes them when it likes, and several in one kernel,
-which is quicker (:mod:`autoshard_ilp.order`). Until then it holds what they sum up. Deep models have room for that:
+which is quicker (:mod:`.enforce.order`). Until then it holds what they sum up. Deep models have room for that:
 the further the backward pass comes, the fewer activations there are. Where there is none, below the budget or below
 what the plan says that the step takes, the backward pass waits for them.
 """
@@ -58,7 +58,7 @@ def sums_waited_for(
         room: for what is held meanwhile.
         axis_sizes: devices along each mesh axis.
     """
-    from autoshard_ilp.order import sums_put_off
+    from autoshard_ilp.enforce.order import sums_put_off
 
     begins: dict[str, float] = {}
     for s in room.course.segments:

@@ -74,7 +74,7 @@ def recomputation_is_short(plan: Plan, took: float, share: Callable[[Plan], floa
 @dataclass(frozen=True)
 class Means:
     """How a search asks for plans and judges them; the fields are arguments of
-    :func:`autoshard_ilp.rematsearch.search`."""
+    :func:`autoshard_ilp.search.rematsearch.search`."""
 
     tried: Tried
     clock: Callable[[], float]

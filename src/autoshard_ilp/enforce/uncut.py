@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard_ilp.costs.primitives import PRODUCTS, VIEWS, fusible
-from autoshard_ilp.cuts import is_cut
+from autoshard_ilp.enforce.cuts import is_cut
+from autoshard_ilp.enforce.order import sums_put_off
+from autoshard_ilp.enforce.repeated import Places
 from autoshard_ilp.graph import Graph
-from autoshard_ilp.order import sums_put_off
-from autoshard_ilp.repeated import Places
 from autoshard_ilp.sharding import WHOLE
 
 PLATFORMS = frozenset({"gpu"})
