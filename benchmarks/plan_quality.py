@@ -58,10 +58,10 @@ def measure(job: Job, time_limit: float, workers: int | None, target: str | None
 
     import autoshard_ilp as autoshard
     from autoshard_ilp import baselines
+    from autoshard_ilp.graph.step import trace
     from autoshard_ilp.planning import plan_traced
     from autoshard_ilp.progress import Progress
     from autoshard_ilp.request import check_request, remat_policies
-    from autoshard_ilp.step import trace
 
     case = CASES[job.case]
     solver = autoshard.SolverOptions(time_limit=time_limit, workers=workers)

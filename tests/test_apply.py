@@ -20,8 +20,8 @@ from autoshard_ilp.apply.planned import Planned
 from autoshard_ilp.check import check_graph
 from autoshard_ilp.enforce import stacks, taps
 from autoshard_ilp.errors import InputShapeError, PlanMismatchError
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.rules import runs_locally
 from autoshard_ilp.verify import parse_collectives
 from compiled import NAMES, mesh_of, needs_cuda, needs_tpu, sharding

@@ -9,11 +9,11 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard_ilp as autoshard
 from autoshard_ilp import baselines
+from autoshard_ilp.graph.step import trace_step
 from autoshard_ilp.planning import plan_step
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import check_request
 from autoshard_ilp.search import recipes
-from autoshard_ilp.step import trace_step
 from dear_compute import dear_compute
 
 MESH = {"data": 2, "model": 4}

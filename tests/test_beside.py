@@ -15,8 +15,8 @@ from autoshard_ilp.costs.beside import gradients_beside, held_beside, products_b
 from autoshard_ilp.costs.build import _CopyLifetimes
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.enforce import finished
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.strategies import Resolution, Strategy
 from compiled import needs_cuda
 

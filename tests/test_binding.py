@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import signature
 from autoshard_ilp.calling import PlannedJit
-from autoshard_ilp.flatten import build_graph
+from autoshard_ilp.graph.flatten import build_graph
+from autoshard_ilp.saved import signature
 from profiles_for_tests import toy
 
 MESH = {"data": 2, "model": 4}

@@ -13,10 +13,10 @@ import pytest
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.blocks import Blocks, is_forward
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import BOUNDARY, Graph
-from autoshard_ilp.remat import POLICIES
+from autoshard_ilp.graph.blocks import Blocks, is_forward
+from autoshard_ilp.graph.flatten import build_graph
+from autoshard_ilp.graph.remat import POLICIES
 from compiled import needs_cuda, unlike_jax_12
 
 BATCH, WIDTH = 256, 64

@@ -253,7 +253,7 @@ def test_bad_input(options, error, words):
 
 
 def test_the_command_line_refuses_a_wrong_output():
-    from autoshard_ilp.cli import app
+    from autoshard_ilp.cli.app import app
 
     result = CliRunner().invoke(app, ["calibrate", "profile.json", "--mesh", "data=8"])
     assert result.exit_code == 2

@@ -17,13 +17,15 @@ import pytest
 from typer.testing import CliRunner
 
 import cli_models  # noqa: F401  # its folder is on the path under pytest
-from autoshard_ilp import api, cli, records
-from autoshard_ilp.cli import app
-from autoshard_ilp.cli_arguments import parse_pins
+from autoshard_ilp import api
+from autoshard_ilp.cli import app as cli
+from autoshard_ilp.cli.app import app
+from autoshard_ilp.cli.arguments import parse_pins
 from autoshard_ilp.console import FAULT
+from autoshard_ilp.display import records
+from autoshard_ilp.display.records import grouped, rows
 from autoshard_ilp.errors import InputShapeError, PlanFileError
 from autoshard_ilp.plan import Plan
-from autoshard_ilp.records import grouped, rows
 
 PLAN = ("plan", "cli_models:small", "--mesh", "data=2,model=4", "--batch-size", "16")
 
@@ -455,7 +457,7 @@ def test_long_tables_name_what_they_leave_out(deep_plan, monkeypatch):
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"], ["plan", "m:f"], ["profiles"]])
 def test_simple_commands_import_nothing_heavy(arguments):
     code = (
-        "import sys\nfrom autoshard_ilp.cli import main\nsys.argv = ['autoshard', *sys.argv[1:]]\n"
+        "import sys\nfrom autoshard_ilp.cli.app import main\nsys.argv = ['autoshard', *sys.argv[1:]]\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "heavy = {'jax', 'keras', 'ortools', 'scipy', 'pandas', 'tensorflow'}\n"
         "print('heavy:', sorted(heavy & set(sys.modules)))\n"

@@ -11,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import explore_models  # noqa: F401  # its folder is on the path under pytest
-from autoshard_ilp import api, cli_explore
-from autoshard_ilp.cli import app
+from autoshard_ilp import api
+from autoshard_ilp.cli import explore as cli_explore
+from autoshard_ilp.cli.app import app
 from autoshard_ilp.explore import sizing
 
 MODEL = "explore_models:mlp"
@@ -223,7 +224,7 @@ def child(*arguments, **environment):
     code = (
         "import atexit, sys; sys.argv[0] = 'autoshard';"
         "atexit.register(lambda: print('loaded', *{m.partition('.')[0] for m in sys.modules}, file=sys.stderr));"
-        "from autoshard_ilp.cli import main; main()"
+        "from autoshard_ilp.cli.app import main; main()"
     )
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -300,6 +301,7 @@ def test_bash_completes_commands_options_and_their_values(words, completed, tmp_
 
 
 def test_the_completed_baselines_are_those_that_exist():
-    from autoshard_ilp import baselines, cli_options
+    from autoshard_ilp import baselines
+    from autoshard_ilp.cli import options as cli_options
 
     assert tuple(baselines.BASELINES) == cli_options.BASELINES

@@ -12,8 +12,8 @@ import pytest
 import autoshard_ilp as autoshard
 from autoshard_ilp.costs.combining import Shares, shares
 from autoshard_ilp.costs.memory import analyse
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph
+from autoshard_ilp.graph.flatten import build_graph
 from compiled import needs_cuda
 
 LAYERS = 6
@@ -23,8 +23,8 @@ def graph_of(width: int) -> Graph:
     """The step as ``optimize`` would have it: phases are those of a training step."""
     import keras
 
+    from autoshard_ilp.graph.step import trace_step
     from autoshard_ilp.mesh import as_mesh
-    from autoshard_ilp.step import trace_step
 
     dense = [keras.layers.Dense(width, "tanh", use_bias=False) for _ in range(LAYERS)]
     model = keras.Sequential([keras.Input((width,)), *dense])
@@ -58,8 +58,8 @@ def test_gradients_of_biases_are_members_of_their_group():
     """They end in a sum over dimensions of size 1, which is a view: all of them share one fixed time."""
     import keras
 
+    from autoshard_ilp.graph.step import trace_step
     from autoshard_ilp.mesh import as_mesh
-    from autoshard_ilp.step import trace_step
 
     dense = [keras.layers.Dense(128, "tanh") for _ in range(LAYERS)]
     model = keras.Sequential([keras.Input((16, 128)), *dense])

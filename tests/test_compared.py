@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.flatten import build_graph
-from autoshard_ilp.rewrites import rewrite
+from autoshard_ilp.graph.flatten import build_graph
+from autoshard_ilp.graph.rewrites import rewrite
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 

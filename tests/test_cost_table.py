@@ -15,9 +15,9 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.check import check_graph
 from autoshard_ilp.costs.fold import fold
 from autoshard_ilp.costs.memory import analyse
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import insert_hubs
-from autoshard_ilp.remat import recomputed_layers, rematerialise
+from autoshard_ilp.graph.flatten import build_graph
+from autoshard_ilp.graph.remat import recomputed_layers, rematerialise
 from profiles_for_tests import toy
 
 MESH = {"data": 2, "model": 4}

@@ -12,8 +12,8 @@ import pytest
 from autoshard_ilp.apply import Decisions, planned_function
 from autoshard_ilp.enforce import cuts
 from autoshard_ilp.enforce.cuts import computed_as_read, cut_for, is_cut
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from compiled import NAMES, mesh_of, needs_tpu, sharding
 
 WHOLE, ROWS_CUT = (-1, -1), (-1, 0)

@@ -120,7 +120,7 @@ def test_the_reference_has_every_public_name(site):
 def test_the_reference_has_every_command(site):
     import typer
 
-    from autoshard_ilp.cli import app
+    from autoshard_ilp.cli.app import app
 
     text = (site / "reference" / "command_line.html").read_text(encoding="utf-8")
     for name in typer.main.get_command(app).commands:

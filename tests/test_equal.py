@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.equal import merge_equal_casts
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.equal import merge_equal_casts
+from autoshard_ilp.graph.flatten import build_graph
 from compiled import needs_cuda
 
 WIDTH, ROWS = 64, 32

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
+from autoshard_ilp.display.render import distinct_sizes
 from autoshard_ilp.explore.again import Problem
 from autoshard_ilp.explore.frontier import Frontier, Policy
 from autoshard_ilp.explore.pareto import _steps, pareto
 from autoshard_ilp.program.model import Lifetimes, Node, Program, SolverOptions
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.render import distinct_sizes
 from autoshard_ilp.request import Request
 from explore_models import MESH, OPTIONS, mlp
 from program_cases import random_program

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import step as step_module
+from autoshard_ilp.graph import step as step_module
 from explore_models import MESH, OPTIONS, deep
 from explore_models import mlp as build
 

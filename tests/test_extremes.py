@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.flatten import build_graph
-from autoshard_ilp.rewrites import rewrite
+from autoshard_ilp.graph.flatten import build_graph
+from autoshard_ilp.graph.rewrites import rewrite
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool"])

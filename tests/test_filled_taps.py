@@ -11,8 +11,8 @@ import pytest
 
 from autoshard_ilp.costs.kernels import filled_in_taps
 from autoshard_ilp.costs.splitk import split_bytes
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.strategies import strategies_of
 from autoshard_ilp.verify.flops import matmul_flops

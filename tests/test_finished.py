@@ -18,8 +18,8 @@ from autoshard_ilp.enforce import finished, inplace, order
 from autoshard_ilp.enforce.finished import updates_waited_for
 from autoshard_ilp.enforce.inplace import waiting_updates
 from autoshard_ilp.enforce.order import Order, order_of
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from compiled import needs_tpu
 from two_layers import CLASSES, WIDTH, graph_of, shapes, without_and_with
 

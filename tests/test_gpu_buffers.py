@@ -20,8 +20,8 @@ from autoshard_ilp.costs import build, memory
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.padding import masked_copies
 from autoshard_ilp.enforce import stacks
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.strategies import Strategy
 from autoshard_ilp.verify import compile_only_mesh, parse_target
 from compiled import needs_cuda, unlike_jax_12

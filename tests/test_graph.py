@@ -13,8 +13,8 @@ import pytest
 
 from autoshard_ilp.check import GRAPH_INVARIANTS, BrokenInvariant, check_graph
 from autoshard_ilp.errors import InputShapeError
-from autoshard_ilp.flatten import build_graph, layer_path
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph, layer_path
 
 
 def graph_of(fn: Callable[..., Any], *args: Any, **options: Any) -> Graph:

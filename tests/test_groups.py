@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import autoshard_ilp as autoshard
 from autoshard_ilp.apply import Decisions, planned_function
 from autoshard_ilp.check import check_graph
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
-from autoshard_ilp.groups import merge_groups
+from autoshard_ilp.graph.flatten import build_graph
+from autoshard_ilp.graph.groups import merge_groups
 from autoshard_ilp.verify import compile_only_mesh, parse_target
 from compiled import needs_tpu
 

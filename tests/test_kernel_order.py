@@ -16,8 +16,8 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.costs.kernel_copies import kernel_copies
 from autoshard_ilp.costs.kernels import is_kernel_gradient, runs_forward, swapped_by_xla
 from autoshard_ilp.enforce import taps
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, Op, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from compiled import needs_cuda
 
 MESH = {"data": 2, "model": 4}

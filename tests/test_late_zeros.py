@@ -11,8 +11,8 @@ import pytest
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.apply import Decisions, operations, planned_function
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from compiled import needs_cuda
 
 BATCH = 16

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard_ilp.costs.memory import analyse
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 
 ROWS, WIDTH = 4096, 512
 

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from autoshard_ilp import apply
 from autoshard_ilp.apply import Decisions, planned_function
 from autoshard_ilp.enforce.lookup import look_up
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.verify import parse_collectives
 from compiled import mesh_of, needs_cuda, needs_tpu, sharding

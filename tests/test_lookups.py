@@ -11,8 +11,8 @@ import pytest
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup, several_tables
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.strategies import Strategy
 from compiled import needs_tpu
 

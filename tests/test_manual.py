@@ -25,8 +25,8 @@ from autoshard_ilp.costs.reshard import steps
 from autoshard_ilp.costs.resolution import resolution_payloads
 from autoshard_ilp.deferral import Deferral
 from autoshard_ilp.enforce import manual
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.rules.rule import OpView
 from autoshard_ilp.sharding import PARTIAL, WHOLE, to_partition_spec

@@ -20,8 +20,8 @@ from autoshard_ilp.course import Course, Segment
 from autoshard_ilp.enforce import latesums, manual, order, ties
 from autoshard_ilp.enforce.latesums import Room
 from autoshard_ilp.enforce.order import order_of
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.placement import decisions
 from autoshard_ilp.report import held_bytes
 from autoshard_ilp.verify import compile_only_mesh, parse_target

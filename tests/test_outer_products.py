@@ -1,4 +1,4 @@
-"""Products over dimensions of size 1 are multiplications (``rewrites.py``)."""
+"""Products over dimensions of size 1 are multiplications (``graph/rewrites.py``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import lax
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.rewrites import rewrite
+from autoshard_ilp.graph.rewrites import rewrite
 from compiled import needs_tpu
 
 

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import names, pictures, records, report
+from autoshard_ilp import names, report
 from autoshard_ilp.course import Course, Segment
+from autoshard_ilp.display import pictures, records
+from autoshard_ilp.display.summary import text
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.placement import Placement
@@ -24,7 +26,6 @@ from autoshard_ilp.plots import svg
 from autoshard_ilp.plots.page import html
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
 from autoshard_ilp.sharding import divisible_layouts
-from autoshard_ilp.summary import text
 
 NAMES = ("data", "model")
 SIZES = (2, 4)

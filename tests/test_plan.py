@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp import planfile
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.placement import Placement
 from autoshard_ilp.plan import Leaf, Plan
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
+from autoshard_ilp.saved import planfile
 from autoshard_ilp.sharding import divisible_layouts, local_shape
 from profiles_for_tests import toy
 

@@ -11,8 +11,8 @@ import keras
 import pytest
 
 from autoshard_ilp.costs.memory import analyse
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from compiled import needs_cuda, peaks_on_h100s
 
 

@@ -14,8 +14,8 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.apply import Decisions, planned, planned_function
 from autoshard_ilp.costs.precision import precision
 from autoshard_ilp.enforce import manual
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.verify import parse_collectives
 from compiled import NAMES, mesh_of, needs_cuda, needs_tpu, sharding
 

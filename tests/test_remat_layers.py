@@ -15,8 +15,8 @@ from keras import layers
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.errors import InputShapeError
+from autoshard_ilp.graph.remat import POLICIES, Policy, parse_policy
 from autoshard_ilp.plan import Plan
-from autoshard_ilp.remat import POLICIES, Policy, parse_policy
 from autoshard_ilp.search.fewerblocks import GAIN
 from autoshard_ilp.search.rematsearch import DEAR_SHARE, PROVE_PART, blocks_of, recomputed_share, search
 from profiles_for_tests import toy

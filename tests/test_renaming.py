@@ -10,7 +10,7 @@ import pytest
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.renaming import Names
+from autoshard_ilp.saved.renaming import Names
 from profiles_for_tests import toy
 
 MESH = {"data": 2, "model": 4}

@@ -14,8 +14,8 @@ from autoshard_ilp import apply
 from autoshard_ilp.apply import Decisions, planned_function
 from autoshard_ilp.enforce import manual, repeated
 from autoshard_ilp.enforce.repeated import made_as_read, unequal_broadcasts
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.verify import parse_collectives
 from compiled import NAMES, mesh_of, needs_cuda, needs_tpu, sharding
 

@@ -7,7 +7,7 @@ from jsonschema import Draft202012Validator
 
 import autoshard_ilp as autoshard
 from autoshard_ilp import schema
-from autoshard_ilp.planfile import to_dict
+from autoshard_ilp.saved.planfile import to_dict
 from explore_models import MESH, OPTIONS, tiny
 
 

@@ -15,8 +15,8 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.siblings import MERGED_BYTES, held_for_siblings, merged_bytes
 from autoshard_ilp.costs.workspace import workspace_spans
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.rules import rule_for
 from autoshard_ilp.strategies import strategies_of
 from compiled import needs_cuda, unlike_jax_12

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from autoshard_ilp.enforce import taps
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, Op
+from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.verify.flops import matmul_flops
 from autoshard_ilp.verify.hlo_text import parse_module
 from compiled import mesh_of, needs_cuda, sharding

@@ -17,9 +17,9 @@ from autoshard_ilp.apply import Decisions, planned_function
 from autoshard_ilp.costs.combining import known_from_the_start
 from autoshard_ilp.enforce import order, ties
 from autoshard_ilp.enforce.ties import anchors, beside, is_even, never, tied
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import insert_hubs
-from autoshard_ilp.remat import rematerialise
+from autoshard_ilp.graph.flatten import build_graph
+from autoshard_ilp.graph.remat import rematerialise
 from autoshard_ilp.verify import compile_only_mesh, parse_target
 from compiled import needs_cuda, needs_tpu
 

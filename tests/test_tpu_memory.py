@@ -450,8 +450,8 @@ def test_what_is_joined_off_lanes_is_written_once_for_several_kernels(growth: in
     from keras import layers
 
     from autoshard_ilp.costs.memory import analyse
+    from autoshard_ilp.graph.step import trace_step
     from autoshard_ilp.mesh import as_mesh
-    from autoshard_ilp.step import trace_step
 
     x = inputs = keras.Input((8, 8, 128))
     for _ in range(3):

@@ -13,8 +13,8 @@ from autoshard_ilp.apply import Decisions, planned_function
 from autoshard_ilp.enforce import uncut
 from autoshard_ilp.enforce.order import sums_put_off
 from autoshard_ilp.enforce.uncut import sums_of_the_whole
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 
 ROWS, WIDTH = 4096, 512
 AXES = ("data", "model")

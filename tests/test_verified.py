@@ -147,7 +147,7 @@ def test_the_real_compiler_decides_whether_it_fits() -> None:
 def test_the_command_line_verifies_too(tmp_path: Any) -> None:
     from typer.testing import CliRunner
 
-    from autoshard_ilp import cli
+    from autoshard_ilp.cli import app as cli
 
     arguments = ["plan", "cli_models:small", "--mesh", "data=8", "--hardware", "cpu-host", "--verify", "--json"]
     result = CliRunner().invoke(cli.app, arguments)

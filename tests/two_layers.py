@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard_ilp.flatten import build_graph
 from autoshard_ilp.graph import Graph, insert_hubs
+from autoshard_ilp.graph.flatten import build_graph
 
 ROWS, WIDTH, CLASSES = 1024, 512, 2048
 

@@ -65,7 +65,7 @@ def commands() -> str:
     import click
     import typer
 
-    from autoshard_ilp.cli import app
+    from autoshard_ilp.cli.app import app
 
     parts = []
     for name, command in sorted(typer.main.get_command(app).commands.items()):  # type: ignore[attr-defined]

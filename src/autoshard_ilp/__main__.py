@@ -11,7 +11,7 @@ def main() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from autoshard_ilp.cli import main as run
+    from autoshard_ilp.cli.app import main as run
 
     run()
 

@@ -43,7 +43,7 @@ def planned_once(
         except BaseException as error:
             meeting.send(json.dumps({"error": _error_to_dict(error)}))
             raise
-        from autoshard_ilp.planfile import to_dict
+        from autoshard_ilp.saved.planfile import to_dict
 
         meeting.send(json.dumps({"plan": to_dict(found)}))
         return found
@@ -56,8 +56,8 @@ def planned_once(
 def _joined(data: Mapping[str, Any], step: Callable[..., Any]) -> Plan:
     from dataclasses import replace
 
-    from autoshard_ilp.binding import differences
-    from autoshard_ilp.planfile import from_dict
+    from autoshard_ilp.saved.binding import differences
+    from autoshard_ilp.saved.planfile import from_dict
 
     plan = from_dict(data)
     own = step(plan.remat_policy)

@@ -8,6 +8,7 @@ from typing import Any
 
 from autoshard_ilp.arguments import flag
 from autoshard_ilp.auto_mesh import plan_without_mesh
+from autoshard_ilp.graph.step import check_trip_count, trace
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.planning import plan_traced
 from autoshard_ilp.processes import announced
@@ -15,7 +16,6 @@ from autoshard_ilp.program.ahead import compile_ahead
 from autoshard_ilp.program.model import SolverOptions
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request, check_request, remat_policies
-from autoshard_ilp.step import check_trip_count, trace
 from autoshard_ilp.verified import target_of, until_it_fits
 
 
@@ -128,7 +128,7 @@ def load(path: Any, model: Any = None, **inputs: Any) -> Plan:
         PlanFileError: the file is missing, damaged, foreign or newer.
         PlanMismatchError: the plan was made for another model or function; says what differs.
     """
-    from autoshard_ilp.planfile import load as read
+    from autoshard_ilp.saved.planfile import load as read
 
     plan = read(path)
     return plan if model is None else plan.bind(model, **inputs)

@@ -98,7 +98,7 @@ def plan_baseline(traced: Any, request: Any, name: str, progress: Any, policies:
     """Plans a step that is already traced by a baseline; several baselines can share one trace.
 
     Args:
-        traced: from :func:`autoshard_ilp.step.trace`.
+        traced: from :func:`autoshard_ilp.graph.step.trace`.
         request: from :func:`autoshard_ilp.request.check_request`.
         name: one of :data:`BASELINES`.
         progress: an :class:`autoshard_ilp.progress.Progress`.

@@ -21,11 +21,11 @@ from typing import Any, ParamSpec, TextIO, TypeVar
 
 import typer
 
+from autoshard_ilp.display.render import only_ascii as only_ascii
+from autoshard_ilp.display.render import printable
 from autoshard_ilp.errors import AutoshardError, InfeasibleError, InputShapeError
 from autoshard_ilp.files import write_whole
 from autoshard_ilp.interrupts import dropped_come_again, interrupt_again
-from autoshard_ilp.render import only_ascii as only_ascii
-from autoshard_ilp.render import printable
 
 INFEASIBLE, BAD_INPUT, FAULT, INTERRUPTED = 1, 2, 3, 130
 """Exit codes other than 0."""

@@ -84,12 +84,12 @@ def optimize_fn(
         InfeasibleError: no plan fits the budget and the pins; carries the smallest budget that does.
     """
     from autoshard_ilp import agreement, processes
-    from autoshard_ilp.equal import has_one_copy
+    from autoshard_ilp.graph.equal import has_one_copy
+    from autoshard_ilp.graph.step import check_trip_count, step_of
     from autoshard_ilp.planning import plan_step
     from autoshard_ilp.program.ahead import compile_ahead
     from autoshard_ilp.progress import Progress
     from autoshard_ilp.request import check_request
-    from autoshard_ilp.step import check_trip_count, step_of
 
     check_function(fn, args)
     check_trip_count(while_trip_count)

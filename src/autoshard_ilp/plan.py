@@ -12,11 +12,11 @@ from autoshard_ilp.course import Course
 from autoshard_ilp.enforce.latesums import Room
 from autoshard_ilp.errors import PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.graph import Graph
+from autoshard_ilp.graph.step import Step
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.placement import Placement, decisions
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
 from autoshard_ilp.sharding import Layout, to_partition_spec
-from autoshard_ilp.step import Step
 
 if TYPE_CHECKING:  # what later stages answer with
     from autoshard_ilp.explore.compare import Comparison
@@ -86,7 +86,7 @@ class Plan:
         course: what runs when in the predicted step, and what fills the memory meanwhile.
         origin: how the command line finds the model again (spec, batch_size, sequence_length).
         signature: what to trace to run the plan again: structure of the arguments (of the batch, for Keras models) as
-            :mod:`autoshard_ilp.signature` writes it, and donated positions of a plain function.
+            :mod:`autoshard_ilp.saved.signature` writes it, and donated positions of a plain function.
     """
 
     mesh: MeshSpec
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def one_copy(self) -> bool:
-        """Whether equal casts of a variable are one operation of its graph (:mod:`autoshard_ilp.equal`)."""
+        """Whether equal casts of a variable are one operation of its graph (:mod:`autoshard_ilp.graph.equal`)."""
         return bool(self.signature.get("one_copy", False))
 
     # -- layouts -----------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class Plan:
         return planned_layout_map(self)
 
     def bind(self, model: Any, **inputs: Any) -> Plan:
-        """This plan with the step of ``model``, traced again; see :func:`autoshard_ilp.binding.bind`.
+        """This plan with the step of ``model``, traced again; see :func:`autoshard_ilp.saved.binding.bind`.
 
         Args:
             model: a Keras model or a builder; for a plan of :func:`autoshard_ilp.optimize_fn`, the function.
@@ -328,7 +328,7 @@ class Plan:
         Raises:
             PlanMismatchError: the step is not the one this plan was made for; says what differs.
         """
-        from autoshard_ilp.binding import bind
+        from autoshard_ilp.saved.binding import bind
 
         return bind(self, model, **inputs)
 
@@ -338,7 +338,7 @@ class Plan:
 
         Two processes that run plans of one fingerprint on the same variables run the same program.
         """
-        from autoshard_ilp.binding import fingerprint
+        from autoshard_ilp.saved.binding import fingerprint
 
         return fingerprint(self)
 
@@ -352,13 +352,13 @@ class Plan:
 
     def save(self, path: Any) -> None:
         """Writes the plan as versioned JSON; an existing file is replaced whole or not at all."""
-        from autoshard_ilp.planfile import save
+        from autoshard_ilp.saved.planfile import save
 
         save(self, path)
 
     def __reduce__(self) -> Any:
         """Pickled as its file is written: layouts and predictions travel, the model does not (:meth:`bind` it)."""
-        from autoshard_ilp.planfile import as_text, parsed
+        from autoshard_ilp.saved.planfile import as_text, parsed
 
         return parsed, (as_text(self),)
 
@@ -412,8 +412,8 @@ class Plan:
             width: in columns; None: 120. Where standard output is not UTF-8, lines and pictures are drawn in ASCII.
         """
         from autoshard_ilp.arguments import whole_number
-        from autoshard_ilp.render import only_ascii, printable
-        from autoshard_ilp.summary import text
+        from autoshard_ilp.display.render import only_ascii, printable
+        from autoshard_ilp.display.summary import text
 
         whole_number("width", width, none="120")
 
@@ -421,13 +421,13 @@ class Plan:
 
     def rows(self) -> list[dict[str, Any]]:
         """One record per variable, input and output."""
-        from autoshard_ilp.records import rows
+        from autoshard_ilp.display.records import rows
 
         return rows(self)
 
     def to_dataframe(self) -> Any:
         """:meth:`rows` as a ``pandas.DataFrame``."""
-        from autoshard_ilp.records import dataframe
+        from autoshard_ilp.display.records import dataframe
 
         return dataframe(self)
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard_ilp.agreement import facts_of_step, planned_once
-from autoshard_ilp.equal import has_one_copy
 from autoshard_ilp.garbage import old_objects_left
+from autoshard_ilp.graph.equal import has_one_copy
+from autoshard_ilp.graph.step import Step, graph_of, whole_graph
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import together
 from autoshard_ilp.progress import Progress
@@ -21,7 +22,6 @@ from autoshard_ilp.search.attempt import Failure, assemble, attempt, free_peak_b
 from autoshard_ilp.search.halving import Left
 from autoshard_ilp.search.rematsearch import blocks_of, memory_share, recomputed_share, search
 from autoshard_ilp.search.untied import without_ties
-from autoshard_ilp.step import Step, graph_of, whole_graph
 
 FREE_PART = 0.4
 """Of the time left: what proving a plan that recomputes all blocks may take, at first, where memory does not bind."""

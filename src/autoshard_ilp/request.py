@@ -64,7 +64,7 @@ def check_request(
 
 def remat_policies(remat: str, mode: str) -> tuple[str, ...]:
     """Rematerialisation policies to try, in order."""
-    from autoshard_ilp.remat import POLICIES, parse_policy
+    from autoshard_ilp.graph.remat import POLICIES, parse_policy
 
     policies = POLICIES if is_one_of(remat, ("auto",)) else (str(parse_policy(remat)),)
     return policies if is_one_of(mode, ("train",)) else ("never",)

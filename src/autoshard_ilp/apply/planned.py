@@ -165,7 +165,7 @@ class Planned:
         return jax.shard_map(compat.row_major, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(value)
 
     def as_stacked(self, value: Any, op: Op) -> Any:
-        """What a loop stacks up, or reads of a stack, in the order of dimensions in which both do (:mod:`.enforce.stacks`)."""
+        """What a loop stacks up, or reads of a stack, in the order of dimensions of both (:mod:`.enforce.stacks`)."""
         if op.id not in self.stacks:
             return value
         if op.primitive == "loop_stack":

@@ -12,7 +12,7 @@ from typing import Any
 from autoshard_ilp.checkpoint.entries import Entry
 from autoshard_ilp.errors import CheckpointError
 from autoshard_ilp.files import write_whole
-from autoshard_ilp.signature import key_implementation
+from autoshard_ilp.saved.signature import key_implementation
 
 FORMAT = "autoshard-ilp checkpoint"
 VERSION = 1

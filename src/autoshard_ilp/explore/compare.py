@@ -188,7 +188,7 @@ def _notes(plan: Plan, other: Plan) -> tuple[str, ...]:
     if plan.mesh != other.mesh:
         found.append(f"mesh: {plan.mesh} against {other.mesh}")
     if plan.memory.budget_bytes != other.memory.budget_bytes:
-        from autoshard_ilp.render import size
+        from autoshard_ilp.display.render import size
 
         budgets = [size(p.memory.budget_bytes) if p.memory.budget_bytes else "none" for p in (plan, other)]
         found.append(f"memory budget: {budgets[0]} against {budgets[1]}")
@@ -225,7 +225,7 @@ def _spec(plan: Plan, leaf: Any) -> Any:
 
 
 def _difference(plan: Plan, other: Plan, name: str, pairs: Pairs) -> TensorDifference:
-    from autoshard_ilp.records import itemsize
+    from autoshard_ilp.display.records import itemsize
 
     leaf, twin = pairs[0]
     paths = tuple(a.path for a, _ in pairs)

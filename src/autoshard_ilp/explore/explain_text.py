@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from autoshard_ilp.display.render import rendered, room, size, table, wrapped
 from autoshard_ilp.explore import show
-from autoshard_ilp.render import rendered, room, size, table, wrapped
 
 LISTED_PATHS = 4
 

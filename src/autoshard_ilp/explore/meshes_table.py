@@ -129,7 +129,7 @@ class MeshSearch:
 
     def text(self, width: int | None = None, *, only_ascii: bool = False) -> str:
         """The search as a table."""
-        from autoshard_ilp.render import rendered, room, size, table
+        from autoshard_ilp.display.render import rendered, room, size, table
 
         several = len({c.hardware for c in self.candidates}) > 1
         priced = any(c.price_per_hour is not None for c in self.candidates)

@@ -124,7 +124,7 @@ class Pareto:
 
     def text(self, width: int | None = None, *, only_ascii: bool = False) -> str:
         """The frontier as a table."""
-        from autoshard_ilp.render import distinct_sizes, rendered, room, size, table
+        from autoshard_ilp.display.render import distinct_sizes, rendered, room, size, table
 
         lines = []
         budgets = distinct_sizes([p.budget_bytes for p in self.points]) if self.points else []

@@ -96,8 +96,8 @@ class Planner:
         return plan, {"trace_s": timings.get("trace", 0.0), "build_s": build, "solve_s": solve}
 
     def _traced(self, case: Case, mesh: Any, progress: Progress) -> Any:
+        from autoshard_ilp.graph.step import trace
         from autoshard_ilp.models import load_model_factory
-        from autoshard_ilp.step import trace
 
         if self._last is not None and self._last[0] == case.trace_key:
             _check_batch(self._last[1].batch_size, mesh)

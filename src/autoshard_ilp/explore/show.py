@@ -40,7 +40,7 @@ def signed_seconds(value: float | None) -> str:
 
 def signed_bytes(value: float) -> str:
     """A difference of sizes: "+1.2 GB"."""
-    from autoshard_ilp.render import size
+    from autoshard_ilp.display.render import size
 
     return "same" if abs(value) < 1 else ("+" if value > 0 else "-") + size(abs(value))
 

@@ -90,7 +90,7 @@ class Sizing:
 
     def text(self, width: int | None = None, *, only_ascii: bool = False) -> str:
         """The answer in words, and what was tried."""
-        from autoshard_ilp.render import rendered, size, table
+        from autoshard_ilp.display.render import rendered, size, table
 
         lines = []
         for t in self.tried:
@@ -225,7 +225,7 @@ def _fit_of_size(
 
 
 def _held(argument: Any, count: int) -> int:
-    from autoshard_ilp.records import itemsize
+    from autoshard_ilp.display.records import itemsize
 
     return math.ceil(math.prod(argument.shape) * itemsize(argument.dtype) / count)
 
@@ -296,7 +296,7 @@ def largest_batch(
             nonlocal smallest
             size = count * step
             options = {"batch_size": size, "sequence_length": sequence_length, "mode": mode}
-            from autoshard_ilp.step import trace
+            from autoshard_ilp.graph.step import trace
 
             with shown.stage("trace"):
                 traced = trace(model, request.mesh, **options)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoshard_ilp.equal import has_one_copy
 from autoshard_ilp.explore.again import Problem, problem_of, reprice
+from autoshard_ilp.graph.equal import has_one_copy
 from autoshard_ilp.plan import Plan
 
 TRACE_OPTIONS = ("batch_size", "inputs", "targets", "sample_weight", "sequence_length", "mode")
@@ -43,7 +43,7 @@ class Source:
             mesh: a :class:`~autoshard_ilp.mesh.MeshSpec`; only its number of devices matters.
             options: of :data:`TRACE_OPTIONS`.
         """
-        from autoshard_ilp.step import trace
+        from autoshard_ilp.graph.step import trace
 
         with progress.stage("trace"):
             traced = trace(model, mesh, **{"mode": "train", **options})
@@ -75,8 +75,8 @@ class Source:
             progress: an :class:`autoshard_ilp.progress.Progress`.
             between: with several policies, also some that recompute only the first blocks.
         """
+        from autoshard_ilp.graph.remat import Policy, recomputed_layers
         from autoshard_ilp.placement import fingerprint
-        from autoshard_ilp.remat import Policy, recomputed_layers
 
         if len(policies) < 2:
             return policies
@@ -97,7 +97,7 @@ class Source:
 
     def step(self, policy: str, profile: Any, progress: Any) -> Any:
         """The graph under a rematerialisation policy, as it is for hardware of a profile."""
-        from autoshard_ilp.step import graph_of, whole_graph
+        from autoshard_ilp.graph.step import graph_of, whole_graph
 
         if self.mode == "function":  # its plan's, which has the only policy
             return next(iter(self.steps.values()))

@@ -104,7 +104,7 @@ class Sweep:
 
     def text(self, width: int | None = None, *, only_ascii: bool = False, most: int = 60) -> str:
         """The results as a table, fastest first within what varies."""
-        from autoshard_ilp.render import rendered, room, size, table
+        from autoshard_ilp.display.render import rendered, room, size, table
 
         inputs = [n for n in self.varying() if n != "devices"] or ["model", "mesh"]
         ordered = sorted(self.rows, key=lambda r: math.inf if r["total_s"] is None else r["total_s"])

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard_ilp.equal import has_one_copy
 from autoshard_ilp.explore.again import (
     FailedProblem,
     Known,
@@ -24,6 +23,7 @@ from autoshard_ilp.explore.again import (
 )
 from autoshard_ilp.explore.soon import ENOUGH, of_tied, soon
 from autoshard_ilp.garbage import old_objects_left
+from autoshard_ilp.graph.equal import has_one_copy
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.search.fewerblocks import is_infeasible
@@ -239,7 +239,7 @@ def _again(
     """The plan under one policy, or the failure; ``cutoff`` and ``dear`` as in :func:`autoshard_ilp.program.solve`,
     ``plan_part`` as in :func:`autoshard_ilp.search.attempt.attempt`, the rest as in
     :func:`autoshard_ilp.search.halving.solve_divided`."""
-    from autoshard_ilp.step import graph_of
+    from autoshard_ilp.graph.step import graph_of
 
     facts = Known()
     if known is None:

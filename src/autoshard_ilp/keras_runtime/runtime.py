@@ -215,7 +215,7 @@ class Runtime:
         return None
 
     def _new(self, mode: str, specs: Any) -> Program:
-        from autoshard_ilp.step import graph_of
+        from autoshard_ilp.graph.step import graph_of
         from autoshard_ilp.trace import trace_batch
 
         try:

@@ -6,8 +6,8 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from autoshard_ilp import records
 from autoshard_ilp.course import COMPUTE
+from autoshard_ilp.display import records
 from autoshard_ilp.plots import base, colours
 from autoshard_ilp.units import format_seconds
 

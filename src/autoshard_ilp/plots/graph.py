@@ -12,11 +12,11 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from autoshard_ilp.arguments import is_one_of, string
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.course import layers_of
+from autoshard_ilp.display.records import spec_text
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.plots import base, colours
 from autoshard_ilp.plots.svg import short
-from autoshard_ilp.records import spec_text
 from autoshard_ilp.report import PlannedCollective, collective_sites
 
 MAX_NODES = 60

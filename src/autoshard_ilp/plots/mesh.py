@@ -10,10 +10,10 @@ from typing import Any
 from matplotlib.patches import Rectangle
 
 from autoshard_ilp.arguments import string
+from autoshard_ilp.display.records import find_leaf, itemsize, spec_text
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.plots import base, colours
 from autoshard_ilp.plots.svg import short, shown_dims
-from autoshard_ilp.records import find_leaf, itemsize, spec_text
 from autoshard_ilp.sharding import Layout, local_bytes, local_shape, shards_of_dims
 
 MAX_LABELLED = 64

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from autoshard_ilp import records
+from autoshard_ilp.display import records
+from autoshard_ilp.display.render import size
 from autoshard_ilp.plots import colours, svg
-from autoshard_ilp.render import size
 from autoshard_ilp.units import format_bytes, format_seconds
 
 STYLE = """

@@ -33,7 +33,7 @@ def write(plan: Any, path: str | os.PathLike[str]) -> None:
     """
     if not plan.course.segments:
         raise InputShapeError(f"A trace shows the course of a step. Received: {without_course(plan)}")
-    from autoshard_ilp.records import headline
+    from autoshard_ilp.display.records import headline
 
     document = {
         "traceEvents": sorted(trace_events(plan), key=lambda e: (e.get("ts", -1.0), -e.get("dur", 0.0))),

@@ -6,9 +6,9 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from autoshard_ilp import records
 from autoshard_ilp.course import COMPUTE, Course, Segment, repeated_names
-from autoshard_ilp.pictures import phase_spans
+from autoshard_ilp.display import records
+from autoshard_ilp.display.pictures import phase_spans
 from autoshard_ilp.plots import base, colours
 from autoshard_ilp.plots.svg import short
 from autoshard_ilp.units import format_seconds

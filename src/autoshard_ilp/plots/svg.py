@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 
 from autoshard_ilp.course import COMPUTE, Course, Segment, repeated_names
-from autoshard_ilp.pictures import phase_spans
+from autoshard_ilp.display.pictures import phase_spans
 from autoshard_ilp.plots import colours
 from autoshard_ilp.sharding import Layout, shards_of_dims
 from autoshard_ilp.units import format_bytes, format_seconds

@@ -14,6 +14,7 @@ import numpy as np
 from autoshard_ilp.costs.overlap import overlap_notes
 from autoshard_ilp.errors import UnsupportedModelError
 from autoshard_ilp.garbage import collector_paused
+from autoshard_ilp.graph.step import Step, loop_notes
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
@@ -23,7 +24,6 @@ from autoshard_ilp.search.division import HALF
 from autoshard_ilp.search.halving import Left, for_any_plan, solve_divided, within
 from autoshard_ilp.search.kinds import Kept, kinds_of, of_coarser_meshes
 from autoshard_ilp.sharding import WHOLE
-from autoshard_ilp.step import Step, loop_notes
 
 ROLES = {
     "parameter": "parameters",
@@ -317,11 +317,11 @@ def assemble(
     origin: dict[str, Any],
 ) -> Plan:
     """The plan of a solution: layouts, cost, memory, proof."""
-    from autoshard_ilp.binding import signature_of
     from autoshard_ilp.course import course_of
+    from autoshard_ilp.graph.remat import recomputed_layers
     from autoshard_ilp.placement import place
-    from autoshard_ilp.remat import recomputed_layers
     from autoshard_ilp.report import peak_memory, planned_collectives, total_cost
+    from autoshard_ilp.saved.binding import signature_of
 
     graph, choices = step.graph, solution.choices
     placement = place(table, choices)

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from autoshard_ilp.graph.remat import Policy
 from autoshard_ilp.plan import Plan
-from autoshard_ilp.remat import Policy
 
 Tried = Callable[[str, float, float, float], Any]
 """Policy, most seconds, objective that a plan has to be below, share that a budget may add -> plan or failure."""

@@ -1,6 +1,6 @@
 """How many layers recompute their activations: as many as make the fastest step that the budget allows.
 
-Which layers recompute is one number per policy: the first ``k`` blocks do (:mod:`autoshard_ilp.remat` shows why the
+Which layers recompute is one number per policy: the first ``k`` blocks do (:mod:`.graph.remat` shows why the
 first). Every ``k`` is an integer program of its own, solved with its own bound: layouts, gathers and collectives are
 decided anew for it, and its copies are priced by their FLOP, bytes and collectives. The search
 
@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoshard_ilp.graph.remat import Policy
 from autoshard_ilp.plan import Plan
-from autoshard_ilp.remat import Policy
 from autoshard_ilp.search.fewerblocks import (
     GAIN,
     LONG_GAIN,

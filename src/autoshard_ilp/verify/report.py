@@ -204,7 +204,7 @@ class Verification:
         from rich import box
         from rich.table import Table
 
-        from autoshard_ilp.render import rendered
+        from autoshard_ilp.display.render import rendered
 
         table = Table(title=f"Compiled for {self.target} in {self.compile_seconds:.1f} s", box=box.SIMPLE_HEAD)
         for position, name in enumerate(_COLUMNS):

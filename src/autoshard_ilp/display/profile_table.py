@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from autoshard_ilp.render import rendered, room, size, table
+from autoshard_ilp.display.render import rendered, room, size, table
 
 
 def profile_table(profiles: Iterable[Any], width: int | None = None, *, only_ascii: bool = False) -> str:

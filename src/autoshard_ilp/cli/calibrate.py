@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard_ilp.cli_options import hardware_names
+from autoshard_ilp.cli.options import hardware_names
 from autoshard_ilp.console import print_json, print_text, quiet_native_logs, reported, say
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard_ilp.course import COMPUTE
+from autoshard_ilp.display.render import size
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.names import common, pattern
-from autoshard_ilp.render import size
 from autoshard_ilp.report import alike
 from autoshard_ilp.sharding import local_bytes
 from autoshard_ilp.units import format_bytes, format_seconds

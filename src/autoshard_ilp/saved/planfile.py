@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard_ilp import course, signature
+from autoshard_ilp import course
 from autoshard_ilp.arguments import file_path
 from autoshard_ilp.errors import InputShapeError, PlanFileError
 from autoshard_ilp.files import write_whole
@@ -16,6 +16,7 @@ from autoshard_ilp.mesh import as_mesh
 from autoshard_ilp.placement import Placement
 from autoshard_ilp.plan import Leaf, Plan
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
+from autoshard_ilp.saved import signature
 from autoshard_ilp.schema import problem
 from autoshard_ilp.sharding import divides
 

@@ -18,10 +18,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from autoshard_ilp import __version__, cli_explore
-from autoshard_ilp.cli_arguments import budget_of, factory_of, parse_pins, with_origin
-from autoshard_ilp.cli_calibrate import calibrate
-from autoshard_ilp.cli_options import (
+from autoshard_ilp import __version__
+from autoshard_ilp.cli import explore as cli_explore
+from autoshard_ilp.cli.arguments import budget_of, factory_of, parse_pins, with_origin
+from autoshard_ilp.cli.calibrate import calibrate
+from autoshard_ilp.cli.options import (
     Baseline,
     Batch,
     Budget,
@@ -194,8 +195,8 @@ def _baseline(name: str, factory: Any, mesh: Any, budget: Any, options: Mapping[
 
 
 def _show(found: Any, others: Mapping[str, Any], output: Path | None, as_json: bool) -> None:
-    from autoshard_ilp.planfile import to_dict
-    from autoshard_ilp.summary import comparison, text
+    from autoshard_ilp.display.summary import comparison, text
+    from autoshard_ilp.saved.planfile import to_dict
 
     with contextlib.ExitStack() as after:
         if output is not None:
@@ -214,7 +215,7 @@ def _saved(found: Any, output: Path) -> None:
 
 
 def _with_baselines(data: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    from autoshard_ilp.planfile import to_dict
+    from autoshard_ilp.saved.planfile import to_dict
 
     if others:
         data["baselines"] = {
@@ -311,7 +312,7 @@ def profiles(as_json: Json = False) -> None:
 
     from autoshard_ilp.costs.profile import load_profile
     from autoshard_ilp.costs.profile import profiles as names
-    from autoshard_ilp.profile_table import profile_table
+    from autoshard_ilp.display.profile_table import profile_table
 
     found = [load_profile(name) for name in names()]
     if as_json:

@@ -18,7 +18,7 @@ the forward pass computes with its last such product or after it: the backward p
 dropped and made again at once (of the logits, XLA:GPU would hold both: the loss and its gradient become one kernel,
 which reads the one and the other).
 
-The narrow places cut the forward pass into *blocks* (half a transformer layer each, say; :mod:`autoshard_ilp.blocks`
+The narrow places cut the forward pass into *blocks* (half a transformer layer each, say; :mod:`.graph.blocks`
 chooses them), and each block has its own policy: ``"full:6"`` recomputes the first six and keeps the others, with
 ``"full:6+selective"`` selectively. The first blocks are the ones to recompute: the activations of an earlier block are
 alive for longer, from before those of a later one are made until after they are freed, so dropping the earlier of two
@@ -30,9 +30,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from autoshard_ilp.blocks import Blocks, is_dear, is_forward, tail
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.graph import BOUNDARY, Graph, Op, Tensor, assemble, changed
+from autoshard_ilp.graph.blocks import Blocks, is_dear, is_forward, tail
 
 POLICIES = ("never", "selective", "full")
 """From the fastest to the smallest."""

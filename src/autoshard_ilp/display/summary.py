@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard_ilp import pictures, records
+from autoshard_ilp.display import pictures, records
+from autoshard_ilp.display.pictures import share
+from autoshard_ilp.display.render import rendered, room, size, table, titled, wrapped
 from autoshard_ilp.errors import InfeasibleError
-from autoshard_ilp.pictures import share
-from autoshard_ilp.render import rendered, room, size, table, titled, wrapped
 from autoshard_ilp.units import format_seconds
 
 # -- tables ------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ class Step:
         remat: rematerialisation policy that the graph was rewritten under.
         while_trip_count: as asked for; None: every while loop's own.
         blocks: parts of the forward pass that may recompute, each by a policy of its own.
-        one_copy: equal casts of a variable were merged whatever reads them (:mod:`autoshard_ilp.equal`).
+        one_copy: equal casts of a variable were merged whatever reads them (:mod:`autoshard_ilp.graph.equal`).
     """
 
     graph: Graph
@@ -87,9 +87,9 @@ def graph_of(
 @collector_paused()
 def whole_graph(infos: Any, while_trip_count: int | None = None, *, one_copy: bool = False) -> Graph:
     """The graph of a traced step before rematerialisation and hubs: the same under every policy."""
-    from autoshard_ilp.equal import merge_equal_casts
-    from autoshard_ilp.flatten import build_graph
-    from autoshard_ilp.groups import merge_groups
+    from autoshard_ilp.graph.equal import merge_equal_casts
+    from autoshard_ilp.graph.flatten import build_graph
+    from autoshard_ilp.graph.groups import merge_groups
 
     graph = build_graph(
         infos.closed_jaxpr,
@@ -150,11 +150,11 @@ def step_of(
         remat: rematerialisation policy.
         while_trip_count: iterations that each ``while_loop`` is priced at; None: what its constants say, else 1.
         whole: what :func:`whole_graph` gives for this step, where it is known.
-        one_copy: as :func:`autoshard_ilp.equal.has_one_copy` says of the hardware.
+        one_copy: as :func:`autoshard_ilp.graph.equal.has_one_copy` says of the hardware.
     """
-    from autoshard_ilp.blocks import Blocks
     from autoshard_ilp.graph import insert_hubs
-    from autoshard_ilp.remat import rematerialise
+    from autoshard_ilp.graph.blocks import Blocks
+    from autoshard_ilp.graph.remat import rematerialise
 
     graph = whole_graph(infos, while_trip_count, one_copy=one_copy) if whole is None else whole
     blocks = Blocks(graph)

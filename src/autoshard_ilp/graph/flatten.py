@@ -13,8 +13,8 @@ import numpy as np
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.graph import Graph, Op, Region, Tensor, assemble
-from autoshard_ilp.rewrites import REWRITTEN, rewrite
-from autoshard_ilp.trip_counts import as_integer, counted_loop
+from autoshard_ilp.graph.rewrites import REWRITTEN, rewrite
+from autoshard_ilp.graph.trip_counts import as_integer, counted_loop
 
 _TRANSPOSED = re.compile(r"(?:^|[/(])transpose\(")
 _DIFFERENTIATED = re.compile(r"(?:^|[/(])jvp\(")

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard_ilp.cli_arguments import budget_of, factory_of, parse_pins, with_origin
-from autoshard_ilp.cli_options import (
+from autoshard_ilp.cli.arguments import budget_of, factory_of, parse_pins, with_origin
+from autoshard_ilp.cli.options import (
     Batch,
     Budget,
     Figure,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoshard_ilp.graph import Graph
-from autoshard_ilp.step import Step
+from autoshard_ilp.graph.step import Step
 
 if TYPE_CHECKING:
     from autoshard_ilp.plan import Leaf, Plan, Trail

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from autoshard_ilp import signature as structure
 from autoshard_ilp.errors import InputShapeError, PlanFileError, PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.graph import Graph
+from autoshard_ilp.graph.step import Step
 from autoshard_ilp.placement import fingerprint as graph_fingerprint
 from autoshard_ilp.placement import misfit, primitive_counts
-from autoshard_ilp.renaming import named_as
-from autoshard_ilp.step import Step
+from autoshard_ilp.saved import signature as structure
+from autoshard_ilp.saved.renaming import named_as
 
 if TYPE_CHECKING:
     from autoshard_ilp.plan import Plan
@@ -33,7 +33,7 @@ def signature_of(step: Step) -> dict[str, Any]:
     Returns:
         "args": structure of a function's arguments, or of a Keras model's batch (None where it holds classes of its
         own); "donated": positions, for a function; "versions": of what traced it; "one_copy": whether equal casts
-        of a variable are one (:mod:`autoshard_ilp.equal`).
+        of a variable are one (:mod:`autoshard_ilp.graph.equal`).
     """
     keeps: dict[str, Any] = {"versions": _versions(step.traced is not None), "one_copy": step.one_copy}
     if step.traced is not None:
@@ -111,7 +111,7 @@ def _model_difference(plan: Plan, step: Step) -> str | None:
 
 
 def _model_step(plan: Plan, model: Any, options: Mapping[str, Any]) -> Step:
-    from autoshard_ilp.step import trace_step
+    from autoshard_ilp.graph.step import trace_step
 
     known: dict[str, Any] = {"batch_size": plan.batch_size, "mode": plan.mode, "remat": plan.remat_policy}
     known["one_copy"] = plan.one_copy
@@ -139,7 +139,7 @@ def _decoded(stored: Mapping[str, Any]) -> Any:
 
 def _function_step(plan: Plan, fn: Any, args: tuple[Any, ...] | None = None, **unknown: Any) -> Step:
     from autoshard_ilp.functions import check_function, trace_function
-    from autoshard_ilp.step import step_of
+    from autoshard_ilp.graph.step import step_of
 
     if unknown:
         raise InputShapeError(

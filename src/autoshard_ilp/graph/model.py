@@ -15,7 +15,7 @@ operations carry how often they run per step, joined to the outside by pseudo-op
 ``while_cond``          the condition of a while loop, kept whole; reads loop carries and invariants, no result
 ``branch_merge``        one operand per branch, one result
 ``hub``                 identity that stands between a tensor and several of its consumers (see :func:`insert_hubs`)
-``recompute``           identity behind which activations are computed again (see :mod:`autoshard_ilp.remat`)
+``recompute``           identity behind which activations are computed again (see :mod:`autoshard_ilp.graph.remat`)
 ======================  =====================================================================================
 
 Every other operation is one jaxpr equation (or the ``optimization_barrier`` that stands over the inputs of a

@@ -1,0 +1,1 @@
+"""The command line: ``autoshard plan | explain | verify | sweep | pareto | mesh | compare | profiles | calibrate``."""
