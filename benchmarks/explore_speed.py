@@ -84,7 +84,7 @@ def measure(name: str, time_limit: float) -> list[Row]:
     """Plans one case and asks every question about it, one after the other."""
     import_everything()
     import autoshard_ilp as autoshard
-    from autoshard_ilp.program.compiled import load_kernels, load_windows
+    from autoshard_ilp.program.kernels.compiled import load_kernels, load_windows
 
     load_kernels()
     load_windows()

@@ -206,7 +206,7 @@ def load_solver() -> None:
 
 def compile_kernels(nodes: int) -> None:
     """What a program of that size needs first, which takes seconds on the first run: the limit counts it."""
-    from autoshard_ilp.program.compiled import load_kernels
+    from autoshard_ilp.program.kernels.compiled import load_kernels
     from autoshard_ilp.program.large.route import LARGE_NODES
 
     if nodes < LARGE_NODES:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 from hypothesis import strategies as st
 
-from autoshard_ilp.program import loading, minimum_capacity, solve
+from autoshard_ilp.program import minimum_capacity, solve
+from autoshard_ilp.program.kernels import loading
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard_ilp.program import ahead
+from autoshard_ilp.program.kernels import ahead
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard_ilp.program import alone
+from autoshard_ilp.program.kernels import alone
 
 HOLD = """
 import sys, time

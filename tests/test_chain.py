@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard_ilp.program import solve, whole
-from autoshard_ilp.program.chain import _potentials, chain_bound
-from autoshard_ilp.program.minimum import minimum
+from autoshard_ilp.program import solve
 from autoshard_ilp.program.model import Edge, Node, Program, SolverOptions
-from autoshard_ilp.program.net import build_net
-from autoshard_ilp.program.presolve import Presolve
-from autoshard_ilp.program.repeats import Alike, copies_in
-from autoshard_ilp.program.stamping import stamped_net
-from autoshard_ilp.program.whole import SOLVE_SECONDS, Sight, solve_repeated
+from autoshard_ilp.program.nets.minimum import minimum
+from autoshard_ilp.program.nets.net import build_net
+from autoshard_ilp.program.nets.presolve import Presolve
+from autoshard_ilp.program.repeated import whole
+from autoshard_ilp.program.repeated.chain import _potentials, chain_bound
+from autoshard_ilp.program.repeated.repeats import Alike, copies_in
+from autoshard_ilp.program.repeated.stamping import stamped_net
+from autoshard_ilp.program.repeated.whole import SOLVE_SECONDS, Sight, solve_repeated
 
 WIDTH = 3  # strategies of a node
 

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard_ilp.program import brute_force, closing, solve
-from autoshard_ilp.program.memory import Owners
+from autoshard_ilp.program import brute_force, solve
 from autoshard_ilp.program.milp import Milp
 from autoshard_ilp.program.model import Lifetimes, Node, Program, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, build_net
+from autoshard_ilp.program.nets.net import EmptyNodeError, build_net
+from autoshard_ilp.program.rows import closing
+from autoshard_ilp.program.rows.memory import Owners
 from autoshard_ilp.program.search import ROUGHLY
 from program_cases import programs, tight, tight_programs
 

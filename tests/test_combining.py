@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.costs.combining import Shares, shares
+from autoshard_ilp.costs.gpu.combining import Shares, shares
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.graph.flatten import build_graph

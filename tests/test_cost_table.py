@@ -430,7 +430,7 @@ def _trained(widths):
 
 @pytest.mark.parametrize(("width", "alone"), [(1024, 1), (4096, 4)])
 def test_small_weights_are_gathered_and_reduced_together(width, alone):
-    from autoshard_ilp.costs.combining import gathered_together, reduced_together
+    from autoshard_ilp.costs.gpu.combining import gathered_together, reduced_together
 
     graph = _trained([width] * 4)
     buffers = analyse(graph, "gpu")

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.costs.coarse import coarser
-from autoshard_ilp.program import brute_force, closing, core, priced, solve
-from autoshard_ilp.program.families import ALL, FREE, NEAREST, Families, restricted
+from autoshard_ilp.program import brute_force, solve
 from autoshard_ilp.program.model import Lifetimes, Program, Solution, SolverOptions
+from autoshard_ilp.program.nets import core
+from autoshard_ilp.program.rows import closing, priced
+from autoshard_ilp.program.rows.families import ALL, FREE, NEAREST, Families, restricted
 from autoshard_ilp.program.search import Search
 from autoshard_ilp.strategies import Strategy
 from program_cases import programs, tight_programs

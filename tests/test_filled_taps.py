@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import keras
 import pytest
 
+from autoshard_ilp.costs.gpu.splitk import split_bytes
 from autoshard_ilp.costs.kernels import filled_in_taps
-from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.rules import rule_for

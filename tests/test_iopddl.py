@@ -34,7 +34,7 @@ from autoshard_ilp.program.large.route import solve_in_turn
 from autoshard_ilp.program.large.solver import LargeSolver
 from autoshard_ilp.program.large.undo import Elimination
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError
+from autoshard_ilp.program.nets.net import EmptyNodeError
 from autoshard_ilp.program.search import Search
 from program_cases import programs, random_program
 

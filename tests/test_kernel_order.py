@@ -13,7 +13,7 @@ import pytest
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.costs.kernel_copies import kernel_copies
+from autoshard_ilp.costs.gpu.kernel_copies import kernel_copies
 from autoshard_ilp.costs.kernels import is_kernel_gradient, runs_forward, swapped_by_xla
 from autoshard_ilp.enforce import taps
 from autoshard_ilp.graph import Graph, Op, insert_hubs

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup, several_tables
+from autoshard_ilp.costs.tpu.lookups import copied_bytes, first_lookup, is_lookup, several_tables
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.strategies import Strategy

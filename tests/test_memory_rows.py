@@ -13,17 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard_ilp.errors import InfeasibleError
-from autoshard_ilp.program import brute_force, dual, minimum_capacity, solve
-from autoshard_ilp.program.bounds import Messages
-from autoshard_ilp.program.capacity import Room, least_over_spans
-from autoshard_ilp.program.closing import Closing
-from autoshard_ilp.program.constrained import Constrained
-from autoshard_ilp.program.memory import Owners
+from autoshard_ilp.program import brute_force, minimum_capacity, solve
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
-from autoshard_ilp.program.presolve import STEPS, Presolve
-from autoshard_ilp.program.prices import PricedRows
-from autoshard_ilp.program.reduce import compress
+from autoshard_ilp.program.nets.bounds import Messages
+from autoshard_ilp.program.nets.net import EmptyNodeError, Net, build_net
+from autoshard_ilp.program.nets.presolve import STEPS, Presolve
+from autoshard_ilp.program.nets.reduce import compress
+from autoshard_ilp.program.rows import dual
+from autoshard_ilp.program.rows.capacity import Room, least_over_spans
+from autoshard_ilp.program.rows.closing import Closing
+from autoshard_ilp.program.rows.constrained import Constrained
+from autoshard_ilp.program.rows.memory import Owners
+from autoshard_ilp.program.rows.prices import PricedRows
 from autoshard_ilp.program.search import Search
 from program_cases import programs, random_program
 from training_case import training_step
@@ -267,5 +268,5 @@ def test_too_little_time_for_a_first_plan_is_no_proof(monkeypatch: pytest.Monkey
     def too_late(*_: object, **__: object) -> None:
         raise InfeasibleError("No finite assignment was found in time.")
 
-    monkeypatch.setattr("autoshard_ilp.program.constrained.minimum_capacity", too_late)
+    monkeypatch.setattr("autoshard_ilp.program.rows.constrained.minimum_capacity", too_late)
     assert Constrained(search, np.zeros(len(program.nodes), np.int64), room).first_plan() == []

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard_ilp.program import brute_force, minimum
-from autoshard_ilp.program.minimum import minimum as least
-from autoshard_ilp.program.minimum import parts_of
+from autoshard_ilp.program import brute_force
 from autoshard_ilp.program.model import Program
-from autoshard_ilp.program.net import build_net
+from autoshard_ilp.program.nets import minimum
+from autoshard_ilp.program.nets.minimum import minimum as least
+from autoshard_ilp.program.nets.minimum import parts_of
+from autoshard_ilp.program.nets.net import build_net
 from program_cases import random_program
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoshard_ilp.program import solve
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
-from autoshard_ilp.program.prices import mixture
+from autoshard_ilp.program.rows.prices import mixture
 
 
 def program(seed: int, nodes: int = 6) -> Program:

@@ -14,13 +14,14 @@ import pytest
 import autoshard_ilp.program
 import test_priced
 from autoshard_ilp.planning import Expected
-from autoshard_ilp.program import brute_force, closing, minimum_capacity, neighbourhood, solve
-from autoshard_ilp.program.capacity import Room
-from autoshard_ilp.program.constrained import Constrained
+from autoshard_ilp.program import brute_force, minimum_capacity, solve
 from autoshard_ilp.program.milp import Milp, MilpResult
 from autoshard_ilp.program.model import Program, SolverOptions
-from autoshard_ilp.program.neighbourhood import Neighbourhood
-from autoshard_ilp.program.prices import PricedRows
+from autoshard_ilp.program.rows import closing, neighbourhood
+from autoshard_ilp.program.rows.capacity import Room
+from autoshard_ilp.program.rows.constrained import Constrained
+from autoshard_ilp.program.rows.neighbourhood import Neighbourhood
+from autoshard_ilp.program.rows.prices import PricedRows
 from autoshard_ilp.program.search import Search
 from autoshard_ilp.search.attempt import Failure, free_peak_bytes
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.apply import Decisions, operations, planned_function
-from autoshard_ilp.costs.heap import REPORTED
+from autoshard_ilp.costs.tpu.heap import REPORTED
 from autoshard_ilp.course import Course, Segment
 from autoshard_ilp.enforce import latesums, manual, order, ties
 from autoshard_ilp.enforce.latesums import Room

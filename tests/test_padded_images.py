@@ -10,7 +10,7 @@ import pytest
 from keras import layers
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.costs.padded_images import Copied, copied_images, piece_bytes
+from autoshard_ilp.costs.gpu.padded_images import Copied, copied_images, piece_bytes
 from compiled import needs_cuda
 
 MESH = {"data": 2, "model": 4}

@@ -19,7 +19,7 @@ from autoshard_ilp import program
 from autoshard_ilp.garbage import collector_paused, old_objects_left
 from autoshard_ilp.graph import flatten
 from autoshard_ilp.planning import LAST_PLAN_PART, PLAN_PART, Expected
-from autoshard_ilp.program import core
+from autoshard_ilp.program.nets import core
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.search import anyplan, attempt
 

@@ -10,11 +10,12 @@ import time
 import numpy as np
 import pytest
 
-from autoshard_ilp.program import combining, minimum_capacity, solve
-from autoshard_ilp.program.capacity import Room
-from autoshard_ilp.program.combining import combine
-from autoshard_ilp.program.constrained import Constrained
+from autoshard_ilp.program import minimum_capacity, solve
 from autoshard_ilp.program.model import Program, SolverOptions
+from autoshard_ilp.program.rows import combining
+from autoshard_ilp.program.rows.capacity import Room
+from autoshard_ilp.program.rows.combining import combine
+from autoshard_ilp.program.rows.constrained import Constrained
 from autoshard_ilp.program.search import Search
 from program_cases import random_program
 

@@ -9,12 +9,13 @@ import time
 import numpy as np
 import pytest
 
-from autoshard_ilp.program import brute_force, minimum_capacity, priced, solve
-from autoshard_ilp.program.capacity import Room
-from autoshard_ilp.program.constrained import Constrained
+from autoshard_ilp.program import brute_force, minimum_capacity, solve
 from autoshard_ilp.program.model import Program, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, build_net
-from autoshard_ilp.program.priced import PricedNet
+from autoshard_ilp.program.nets.net import EmptyNodeError, build_net
+from autoshard_ilp.program.rows import priced
+from autoshard_ilp.program.rows.capacity import Room
+from autoshard_ilp.program.rows.constrained import Constrained
+from autoshard_ilp.program.rows.priced import PricedNet
 from autoshard_ilp.program.search import Search
 from program_cases import random_program
 

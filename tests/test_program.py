@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard_ilp.errors import InfeasibleError, InputShapeError
-from autoshard_ilp.program import brute_force, constrained, infeasible, minimum_capacity, solve
-from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program import brute_force, infeasible, minimum_capacity, solve
 from autoshard_ilp.program.cpsat import CpOptions, solve_net
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, build_net
-from autoshard_ilp.program.presolve import STEPS, Presolve
-from autoshard_ilp.program.reduce import compress, min_sum_used, substitute
+from autoshard_ilp.program.nets.bounds import Messages
+from autoshard_ilp.program.nets.net import EmptyNodeError, build_net
+from autoshard_ilp.program.nets.presolve import STEPS, Presolve
+from autoshard_ilp.program.nets.reduce import compress, min_sum_used, substitute
+from autoshard_ilp.program.rows import constrained
 from autoshard_ilp.program.search import Search
 from program_cases import load_in, programs, random_program
 from training_case import training_step

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.costs.rows import Rows, copied_rows, row_padding, rows_of
+from autoshard_ilp.costs.tpu.rows import Rows, copied_rows, row_padding, rows_of
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.strategies import Strategy

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import autoshard_ilp as autoshard
+from autoshard_ilp.costs.gpu.siblings import MERGED_BYTES, held_for_siblings, merged_bytes
+from autoshard_ilp.costs.gpu.workspace import workspace_spans
 from autoshard_ilp.costs.memory import analyse
-from autoshard_ilp.costs.siblings import MERGED_BYTES, held_for_siblings, merged_bytes
-from autoshard_ilp.costs.workspace import workspace_spans
 from autoshard_ilp.graph import Graph, insert_hubs
 from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.rules import rule_for

@@ -15,9 +15,9 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.costs import facts
 from autoshard_ilp.explore import soon, whatif
 from autoshard_ilp.program import solve
-from autoshard_ilp.program.flips import Flips
-from autoshard_ilp.program.mixing import Mixed
 from autoshard_ilp.program.model import Program, SolverOptions
+from autoshard_ilp.program.nets.flips import Flips
+from autoshard_ilp.program.rows.mixing import Mixed
 from autoshard_ilp.search.between import best_between
 from test_halving import MESH, OPTIONS, stack
 from test_mixing import least, program

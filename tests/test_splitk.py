@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.apply import planned
-from autoshard_ilp.costs.splitk import kept_in_pieces, pieces
+from autoshard_ilp.costs.gpu.splitk import kept_in_pieces, pieces
 from autoshard_ilp.verify import compile_only_mesh, parse_target
 from compiled import needs_cuda
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from autoshard_ilp.program import brute_force, solve, strong
-from autoshard_ilp.program.bounds import Messages
+from autoshard_ilp.program import brute_force, solve
 from autoshard_ilp.program.mathopt import solve_mathopt
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, build_net
-from autoshard_ilp.program.strong import StrongBranching, trial_cells
+from autoshard_ilp.program.nets import strong
+from autoshard_ilp.program.nets.bounds import Messages
+from autoshard_ilp.program.nets.net import EmptyNodeError, build_net
+from autoshard_ilp.program.nets.strong import StrongBranching, trial_cells
 from program_cases import programs, random_program
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard_ilp.program import reduce
-from autoshard_ilp.program.kernels_tidy import ALIKE, COLUMNS, COMPRESSED, ROWS, SOME, tidy_pair
-from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
+from autoshard_ilp.program.kernels.tidy import ALIKE, COLUMNS, COMPRESSED, ROWS, SOME, tidy_pair
+from autoshard_ilp.program.nets import reduce
+from autoshard_ilp.program.nets.net import EmptyNodeError, Factor, Net
 
 
 @st.composite

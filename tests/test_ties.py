@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard_ilp.apply import Decisions, planned_function
-from autoshard_ilp.costs.combining import known_from_the_start
+from autoshard_ilp.costs.gpu.combining import known_from_the_start
 from autoshard_ilp.enforce import order, ties
 from autoshard_ilp.enforce.ties import anchors, beside, is_even, never, tied
 from autoshard_ilp.graph import insert_hubs

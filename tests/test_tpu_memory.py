@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.costs.carried import count_gathers_twice, count_twice
-from autoshard_ilp.costs.heap import REPORTED
-from autoshard_ilp.costs.hoisted import hoisted_casts, never_wide
-from autoshard_ilp.costs.tiles import of_batched_products, padding, through_convolutions, tiled_bytes
+from autoshard_ilp.costs.tpu.carried import count_gathers_twice, count_twice
+from autoshard_ilp.costs.tpu.heap import REPORTED
+from autoshard_ilp.costs.tpu.hoisted import hoisted_casts, never_wide
+from autoshard_ilp.costs.tpu.tiles import of_batched_products, padding, through_convolutions, tiled_bytes
 from autoshard_ilp.costs.written import packed_bytes
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.verify import compile_only_mesh

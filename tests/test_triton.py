@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard_ilp.costs.triton import leaves_triton
+from autoshard_ilp.costs.gpu.triton import leaves_triton
 from autoshard_ilp.graph import Graph
 from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.verify import compile_only_mesh, parse_target

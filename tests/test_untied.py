@@ -233,7 +233,7 @@ def test_an_interrupt_keeps_the_plan(tied_only: Any, monkeypatch: pytest.MonkeyP
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    for place in ("program.whole.chain_bound", "program.whole.copies_in", "costs.apart.apart"):
+    for place in ("program.repeated.whole.chain_bound", "program.repeated.whole.copies_in", "costs.apart.apart"):
         with monkeypatch.context() as patch:
             patch.setattr(f"autoshard_ilp.{place}", interrupted)
             assert untied.without_ties(plan, Progress(False), 60.0) is plan
@@ -247,8 +247,8 @@ def test_too_little_memory_for_the_step_without_ties_keeps_the_plan(
     def full(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("autoshard_ilp.program.whole.stamped_net", full)
-    monkeypatch.setattr("autoshard_ilp.program.whole.chain_bound", lambda *_, **__: None)
+    monkeypatch.setattr("autoshard_ilp.program.repeated.whole.stamped_net", full)
+    monkeypatch.setattr("autoshard_ilp.program.repeated.whole.chain_bound", lambda *_, **__: None)
     assert untied.without_ties(plan, Progress(False), 60.0) is plan
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.costs.onchip import FORWARD
+from autoshard_ilp.costs.tpu.onchip import FORWARD
 from autoshard_ilp.models import load_model_factory
 from autoshard_ilp.program import brute_force, minimum_capacity, solve
 from autoshard_ilp.program.mathopt import solve_mathopt

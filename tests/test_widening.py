@@ -12,11 +12,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoshard_ilp.program import brute_force, core, solve, widening
+from autoshard_ilp.program import brute_force, solve
 from autoshard_ilp.program.cpsat import CpOptions
 from autoshard_ilp.program.model import Program, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
-from autoshard_ilp.program.widening import Widening
+from autoshard_ilp.program.nets import core, widening
+from autoshard_ilp.program.nets.net import EmptyNodeError, Net, build_net
+from autoshard_ilp.program.nets.widening import Widening
 from program_cases import load_in, programs
 from test_strong import close, frustrated
 

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard_ilp.program import brute_force, closing, solve
-from autoshard_ilp.program.bounds import Messages
-from autoshard_ilp.program.memory import Owners
+from autoshard_ilp.program import brute_force, solve
 from autoshard_ilp.program.model import Program, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
-from autoshard_ilp.program.prices import PricedRows
+from autoshard_ilp.program.nets.bounds import Messages
+from autoshard_ilp.program.nets.net import EmptyNodeError, Net, build_net
+from autoshard_ilp.program.rows import closing
+from autoshard_ilp.program.rows.memory import Owners
+from autoshard_ilp.program.rows.prices import PricedRows
 from autoshard_ilp.program.window import fronts, kernels_fronts, window
 from autoshard_ilp.program.window.partial import completed
 from autoshard_ilp.program.window.relations import Relations, _codes

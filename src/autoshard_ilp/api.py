@@ -12,7 +12,7 @@ from autoshard_ilp.graph.step import check_trip_count, trace
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.planning import plan_traced
 from autoshard_ilp.processes import announced
-from autoshard_ilp.program.ahead import compile_ahead
+from autoshard_ilp.program.kernels.ahead import compile_ahead
 from autoshard_ilp.program.model import SolverOptions
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request, check_request, remat_policies

@@ -87,7 +87,7 @@ def optimize_fn(
     from autoshard_ilp.graph.equal import has_one_copy
     from autoshard_ilp.graph.step import check_trip_count, step_of
     from autoshard_ilp.planning import plan_step
-    from autoshard_ilp.program.ahead import compile_ahead
+    from autoshard_ilp.program.kernels.ahead import compile_ahead
     from autoshard_ilp.progress import Progress
     from autoshard_ilp.request import check_request
 

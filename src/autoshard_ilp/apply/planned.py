@@ -10,16 +10,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autoshard_ilp import _jax_compat as compat
 from autoshard_ilp.apply.decisions import Decisions, mark
-from autoshard_ilp.costs.combining import THRESHOLD_BYTES, known_from_the_start
 from autoshard_ilp.costs.fusion import roots
-from autoshard_ilp.costs.inside_products import sums_read_by_products
+from autoshard_ilp.costs.gpu.combining import THRESHOLD_BYTES, known_from_the_start
+from autoshard_ilp.costs.gpu.inside_products import sums_read_by_products
+from autoshard_ilp.costs.gpu.splitk import kept_in_pieces
 from autoshard_ilp.costs.kernels import is_kernel_gradient
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.precision import cast_before_collectives, rounded_operands
 from autoshard_ilp.costs.primitives import VIEWS, fusible
-from autoshard_ilp.costs.splitk import kept_in_pieces
-from autoshard_ilp.costs.tile_shape import LANES
-from autoshard_ilp.costs.tiles import whole_rows
+from autoshard_ilp.costs.tpu.tile_shape import LANES
+from autoshard_ilp.costs.tpu.tiles import whole_rows
 from autoshard_ilp.enforce import manual, ties
 from autoshard_ilp.enforce.cuts import computed_as_read
 from autoshard_ilp.enforce.earlygathers import COMBINED
@@ -142,7 +142,7 @@ class Planned:
 
         Collectives put the gathered dimension in front, and XLA:GPU lays out all that is computed element by element of
         what arrives, a residual stream from end to end, in the same way. The layer normalisations in it add up columns
-        then, and write ``x - mean`` in 32 bits (``costs/centred.py``).
+        then, and write ``x - mean`` in 32 bits (``costs/gpu/centred.py``).
         """
         now, shape = self.layout(tensor), self.graph.tensors[tensor].shape
         last = len(shape) - 1

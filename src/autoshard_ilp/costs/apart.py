@@ -15,7 +15,7 @@ import numpy as np
 from autoshard_ilp.costs.build import Built, weight_of
 from autoshard_ilp.costs.table import REUSE, CostTable, Flow, OpClass, executions
 from autoshard_ilp.program.model import Edge, Node, Program
-from autoshard_ilp.program.repeats import Alike
+from autoshard_ilp.program.repeated.repeats import Alike
 
 
 @dataclass(frozen=True, eq=False)

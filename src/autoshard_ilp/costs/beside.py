@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autoshard_ilp.costs.combining import only_updates_read
+from autoshard_ilp.costs.gpu.combining import only_updates_read
 from autoshard_ilp.graph import Graph, Op, once_per_graph
 from autoshard_ilp.sharding import Layout, local_bytes, local_shape
 from autoshard_ilp.strategies import Strategy
@@ -87,7 +87,7 @@ def gradients_beside(graph: Graph, buffers: Buffers, reduced: Mapping[int, int])
     Args:
         graph: with hubs.
         buffers: of the graph, as XLA:GPU has them.
-        reduced: gradient -> when it is reduced together with others (:mod:`autoshard_ilp.costs.combining`).
+        reduced: gradient -> when it is reduced together with others (:mod:`autoshard_ilp.costs.gpu.combining`).
     """
     found: dict[int, Beside] = {}
     for gradient_id, op_id in products_beside(graph).items():

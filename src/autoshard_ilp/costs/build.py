@@ -13,18 +13,10 @@ import numpy as np
 
 from autoshard_ilp.costs.alike import computed_alike
 from autoshard_ilp.costs.beside import gradients_beside, held_beside
-from autoshard_ilp.costs.carried import count_gathers_twice, count_twice, is_stacked
 from autoshard_ilp.costs.coarse import coarser
-from autoshard_ilp.costs.combining import gathered_together, known_from_the_start, reduced_together
-from autoshard_ilp.costs.filled import read_by_several_products
-from autoshard_ilp.costs.grouped import copies_for_groups, copies_kept, masked_again
-from autoshard_ilp.costs.heap import loses, with_holes
-from autoshard_ilp.costs.hoisted import hoisted_casts, never_wide
-from autoshard_ilp.costs.idle import Idleness
-from autoshard_ilp.costs.kernel_copies import kernel_copies
-from autoshard_ilp.costs.lookups import copied_bytes, first_lookup, is_lookup, read_by_products_later
-from autoshard_ilp.costs.onchip import idle_limit_seconds, keep_on_chip, largest_bytes, vector_bytes
-from autoshard_ilp.costs.padded_images import (
+from autoshard_ilp.costs.gpu.combining import gathered_together, known_from_the_start, reduced_together
+from autoshard_ilp.costs.gpu.kernel_copies import kernel_copies
+from autoshard_ilp.costs.gpu.padded_images import (
     Copied,
     copied_images,
     enlarged_bytes,
@@ -32,15 +24,25 @@ from autoshard_ilp.costs.padded_images import (
     piece_bytes,
     transposed_bytes,
 )
+from autoshard_ilp.costs.gpu.siblings import held_for_siblings, merged_bytes
+from autoshard_ilp.costs.gpu.splitk import split_bytes
+from autoshard_ilp.costs.gpu.triton import leaves_triton
+from autoshard_ilp.costs.gpu.workspace import workspace_spans
+from autoshard_ilp.costs.grouped import copies_for_groups, copies_kept, masked_again
 from autoshard_ilp.costs.padding import WORKSPACE_BYTES, copies_for_tiles, masked_copies, window_places
 from autoshard_ilp.costs.prices import once
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.costs.reshard_tables import agreeing
-from autoshard_ilp.costs.rows import Rows, copied_rows, row_padding, rows_of
-from autoshard_ilp.costs.siblings import held_for_siblings, merged_bytes
-from autoshard_ilp.costs.splitk import split_bytes
 from autoshard_ilp.costs.table import REUSE, CostTable, Flow, OpClass, flow_table, flow_tensor, operand_labels
-from autoshard_ilp.costs.tiles import (
+from autoshard_ilp.costs.tpu.carried import count_gathers_twice, count_twice, is_stacked
+from autoshard_ilp.costs.tpu.filled import read_by_several_products
+from autoshard_ilp.costs.tpu.heap import loses, with_holes
+from autoshard_ilp.costs.tpu.hoisted import hoisted_casts, never_wide
+from autoshard_ilp.costs.tpu.idle import Idleness
+from autoshard_ilp.costs.tpu.lookups import copied_bytes, first_lookup, is_lookup, read_by_products_later
+from autoshard_ilp.costs.tpu.onchip import idle_limit_seconds, keep_on_chip, largest_bytes, vector_bytes
+from autoshard_ilp.costs.tpu.rows import Rows, copied_rows, row_padding, rows_of
+from autoshard_ilp.costs.tpu.tiles import (
     images_of_the_step,
     of_batched_products,
     padding,
@@ -48,8 +50,6 @@ from autoshard_ilp.costs.tiles import (
     through_convolutions,
     tiled_bytes,
 )
-from autoshard_ilp.costs.triton import leaves_triton
-from autoshard_ilp.costs.workspace import workspace_spans
 from autoshard_ilp.costs.written import made_in_results, masks_of_extremes, packed_bytes, packed_masks
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
 from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
@@ -256,7 +256,7 @@ def _hold_for_loops(table: CostTable, flow: Flow, account: _Account, extra: list
     """What a loop slices as it was made, until the loop ends; a copy gathered for it is held instead.
 
     A collective takes it with the gathered dimension in front, which is one more copy while it is gathered. Stacks that
-    are cast before the loop (:mod:`autoshard_ilp.costs.hoisted`) are held besides, where nothing is gathered.
+    are cast before the loop (:mod:`autoshard_ilp.costs.tpu.hoisted`) are held besides, where nothing is gathered.
     """
     uses = [use for use in flow.uses if use[0] in table.buffers.sliced or use[0] in account.hoisted]
     if not uses:

@@ -15,11 +15,11 @@ import numpy as np
 
 from autoshard_ilp.costs.beside import products_beside
 from autoshard_ilp.costs.fusion import roots, written_to_memory
-from autoshard_ilp.costs.gpu_kernels import reads_by_kernel
-from autoshard_ilp.costs.longkept import functions_of_one
+from autoshard_ilp.costs.gpu.gpu_kernels import reads_by_kernel
+from autoshard_ilp.costs.gpu.longkept import functions_of_one
+from autoshard_ilp.costs.gpu.triton import leaves_triton
 from autoshard_ilp.costs.masks import met_by_random_bits
 from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, VIEWS, fusible
-from autoshard_ilp.costs.triton import leaves_triton
 from autoshard_ilp.graph import BOUNDARY, PSEUDO_OPERATIONS, Graph, Op
 
 SLICED_APART = frozenset({"gpu"})

@@ -1,13 +1,13 @@
 """Copies that a compiler makes because a shape does not suit its matrix unit.
 
-XLA:GPU hands products to Triton, which needs no padding, or to cuBLAS (:mod:`autoshard_ilp.costs.triton`). cuBLAS has a
+XLA:GPU hands products to Triton, which needs no padding, or to cuBLAS (:mod:`.costs.gpu.triton`). cuBLAS has a
 workspace, and products of 16-bit numbers where a dimension of one device's share is no multiple of 8 are padded first
 and their results sliced: one more copy of each operand while the product runs
 (``xla/service/gpu/transforms/cublas_pad_for_gemms``; the slice of the result fuses into what reads it). All calls have
 their workspace in one place, and nearly everything outlives one of them, so that place is taken from the first call to
 the last.
 
-XLA:TPU pads inside its tiled layouts instead (:mod:`autoshard_ilp.costs.tiles`).
+XLA:TPU pads inside its tiled layouts instead (:mod:`autoshard_ilp.costs.tpu.tiles`).
 """
 
 from __future__ import annotations

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs import compute
-from autoshard_ilp.costs.combining import Shares
 from autoshard_ilp.costs.facts import Facts
+from autoshard_ilp.costs.gpu.combining import Shares
 from autoshard_ilp.costs.kernels import COUNTED, with_kernels
-from autoshard_ilp.costs.lookups import copy_seconds, is_lookup, scattered, several_tables
 from autoshard_ilp.costs.memory import Buffers, is_computed_inside
 from autoshard_ilp.costs.precision import Precision
 from autoshard_ilp.costs.prices import Prices
 from autoshard_ilp.costs.reshard import CollectiveSeconds
 from autoshard_ilp.costs.resolution import resolution_seconds
+from autoshard_ilp.costs.tpu.lookups import copy_seconds, is_lookup, scattered, several_tables
 from autoshard_ilp.deferral import Deferral
 from autoshard_ilp.graph import BOUNDARY, Graph, Op, is_batch
 from autoshard_ilp.rules.rule import Rule
@@ -62,7 +62,7 @@ class OpClass:
         count: executions per step of all members together.
         compute_seconds, communication_seconds: per strategy, of one execution.
         operands, results: labels per operand and result.
-        share: what it pays of a reduction's fixed time (:class:`~autoshard_ilp.costs.combining.Shares`).
+        share: what it pays of a reduction's fixed time (:class:`~autoshard_ilp.costs.gpu.combining.Shares`).
     """
 
     members: tuple[int, ...]
@@ -80,7 +80,7 @@ class OpClass:
 class Flow:
     """A tensor that passes from a result of class ``u`` to an operand of class ``v``, ``count`` times per step.
 
-    ``share`` is what it pays of a gather's fixed time (:class:`~autoshard_ilp.costs.combining.Shares`).
+    ``share`` is what it pays of a gather's fixed time (:class:`~autoshard_ilp.costs.gpu.combining.Shares`).
     """
 
     u: int

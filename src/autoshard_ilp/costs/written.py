@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from autoshard_ilp.costs.padding import shape_on_device
-from autoshard_ilp.costs.tile_shape import LANES
+from autoshard_ilp.costs.tpu.tile_shape import LANES
 from autoshard_ilp.graph import Graph, Op
 from autoshard_ilp.strategies import Strategy
 

@@ -4,7 +4,7 @@ Schedulers begin what depends on nothing, such as the gather of a weight, as ear
 their time may not fit. So under a budget a gather waits for the other operand of its reader, unless the copy is small,
 or the budget leaves room for it above the plan's peak.
 
-XLA:GPU makes one instruction of several small gathers that wait for nothing (:mod:`autoshard_ilp.costs.combining`),
+XLA:GPU makes one instruction of several small gathers that wait for nothing (:mod:`autoshard_ilp.costs.gpu.combining`),
 which costs one fixed time instead of many. Early in the step there is room: activations are yet to come. So there only
 those wait for whose copies the memory has no room from the start of the step until they are read.
 """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoshard_ilp.costs.combining import known_from_the_start, only_updates_read
+from autoshard_ilp.costs.gpu.combining import known_from_the_start, only_updates_read
 from autoshard_ilp.costs.primitives import PRODUCTS, VIEWS
 from autoshard_ilp.enforce.ties import MIN_COPY_BYTES, may_anchor
 from autoshard_ilp.graph import Graph

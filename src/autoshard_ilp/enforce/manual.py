@@ -27,7 +27,7 @@ from typing import Any
 from autoshard_ilp._jax_compat import platform_of, row_major, whole_slice
 from autoshard_ilp.costs.primitives import PRODUCTS
 from autoshard_ilp.costs.scatter import spans_slice, stages
-from autoshard_ilp.costs.tile_shape import LANES, ROWS, SHORT_ROWS
+from autoshard_ilp.costs.tpu.tile_shape import LANES, ROWS, SHORT_ROWS
 from autoshard_ilp.rules.rule import Kind, OpView, Rule
 from autoshard_ilp.sharding import (
     PARTIAL,
@@ -67,7 +67,7 @@ WITHOUT_TURNED_PRODUCTS = frozenset({"cpu"})
 they cannot multiply. XLA:CPU then stops at 16-bit operands with a 32-bit result; a scatter transposes such results."""
 
 SPLIT_PRODUCTS = frozenset({"gpu"})
-"""Platforms that split products of few tiles along the contraction (:mod:`autoshard_ilp.costs.splitk`). A look at one
+"""Platforms that split products of few tiles along the contraction (:mod:`.costs.gpu.splitk`). A look at one
 element of such a product adds that element's pieces up; all others lie there, several times the result, until something
 reads the whole. Behind a barrier the look reads the sum (Flux of small width under a tight budget, compiled for eight
 H100s: 51.5 to 44.6 MB of temporaries, by as many kernels)."""

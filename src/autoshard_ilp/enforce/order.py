@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from autoshard_ilp.costs.combining import only_updates_read
+from autoshard_ilp.costs.gpu.combining import only_updates_read
 from autoshard_ilp.costs.primitives import PRODUCTS, REDUCTIONS, SAME_VALUES, VIEWS, fusible
 from autoshard_ilp.enforce.ties import MIN_COPY_BYTES, may_anchor
 from autoshard_ilp.graph import PSEUDO_OPERATIONS, Graph, Op, Region

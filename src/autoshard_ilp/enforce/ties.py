@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard_ilp import _jax_compat as compat
-from autoshard_ilp.costs.combining import only_updates_read
+from autoshard_ilp.costs.gpu.combining import only_updates_read
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.primitives import VIEWS
 from autoshard_ilp.enforce.manual import never_known_before
@@ -91,7 +91,7 @@ def beside(graph: Graph, op: Op, operand: int, known: Sequence[bool]) -> int | N
     Args:
         op: it, or what only hands the operand on to it: a hub, a cast, a transpose.
         operand: which one is left out.
-        known: per tensor, whether it is there from the start (``costs/combining.py``).
+        known: per tensor, whether it is there from the start (``costs/gpu/combining.py``).
 
     Returns:
         A tensor that something may wait for; None where there is none but what the step starts with: a weight's cast is

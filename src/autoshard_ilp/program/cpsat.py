@@ -22,9 +22,9 @@ import numpy as np
 
 from autoshard_ilp._ortools import load_cp_model
 from autoshard_ilp.errors import AutoshardError
-from autoshard_ilp.program.memory import Row, usage
 from autoshard_ilp.program.model import Program
-from autoshard_ilp.program.net import EmptyNodeError, Net
+from autoshard_ilp.program.nets.net import EmptyNodeError, Net
+from autoshard_ilp.program.rows.memory import Row, usage
 from autoshard_ilp.program.stoppable import run_stoppable
 
 RESOLUTION = 2**34  # integer objective units between the base and the upper bound

@@ -18,15 +18,15 @@ import numpy as np
 
 from autoshard_ilp._ortools import load_cp_model
 from autoshard_ilp.errors import InfeasibleError
-from autoshard_ilp.program.compiled import load_kernels, load_windows
-from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, minimise_peak
-from autoshard_ilp.program.loading import load
-from autoshard_ilp.program.memory import Owners, Row
+from autoshard_ilp.program.kernels.compiled import load_kernels, load_windows
+from autoshard_ilp.program.kernels.loading import load
 from autoshard_ilp.program.model import Lifetimes, Program, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, build_net
-from autoshard_ilp.program.onchip import shifted
-from autoshard_ilp.program.presolve import Presolve
+from autoshard_ilp.program.nets.core import Descent
+from autoshard_ilp.program.nets.net import EmptyNodeError, build_net
+from autoshard_ilp.program.nets.presolve import Presolve
+from autoshard_ilp.program.rows.memory import Owners, Row
+from autoshard_ilp.program.rows.onchip import shifted
 
 SECONDS = 10.0  # most for the whole search: its answer is a message, or the start of a larger search
 STEPS = 40  # with prices

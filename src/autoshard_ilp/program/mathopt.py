@@ -19,9 +19,9 @@ import numpy as np
 
 from autoshard_ilp._ortools import load_mathopt, silent_stdout
 from autoshard_ilp.errors import InputShapeError
-from autoshard_ilp.program.memory import Owners
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
-from autoshard_ilp.program.onchip import chip_aside
+from autoshard_ilp.program.rows.memory import Owners
+from autoshard_ilp.program.rows.onchip import chip_aside
 from autoshard_ilp.program.solve import check
 
 SOLVERS = ("highs", "scip")

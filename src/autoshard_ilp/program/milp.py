@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp._ortools import load_mathopt, load_solve_interrupter, silent_stdout
-from autoshard_ilp.program.net import EmptyNodeError, Net
+from autoshard_ilp.program.nets.net import EmptyNodeError, Net
 from autoshard_ilp.program.stoppable import run_stoppable
 
 TOLERANCE = 1e-9

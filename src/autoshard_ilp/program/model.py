@@ -80,7 +80,7 @@ class Program:
     """An integer program; ``capacity`` in bytes per device (``None``: no memory constraint).
 
     ``on_chip_bytes`` of each of the first ``on_chip_instants`` instants do not count; the instants after them hold what
-    cannot be on the chip (:mod:`autoshard_ilp.costs.onchip`).
+    cannot be on the chip (:mod:`autoshard_ilp.costs.tpu.onchip`).
 
     ``families`` gives, where they are wanted, restrictions of all nodes at once among which good plans are likely: for
     each, the strategies that it leaves every node (bool).

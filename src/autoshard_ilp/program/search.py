@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.program.loading import loaded_seconds
+from autoshard_ilp.program.kernels.loading import loaded_seconds
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
-from autoshard_ilp.program.net import Net
-from autoshard_ilp.program.presolve import Presolve
+from autoshard_ilp.program.nets.net import Net
+from autoshard_ilp.program.nets.presolve import Presolve
 
 PROOF = 1e-9  # relative; float64 sums of thousands of costs are not exact below this
 ROUGHLY = 0.1  # relative gap, to a plan or a cutoff, that is as good as needed where memory is too dear

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.errors import InputShapeError
-from autoshard_ilp.program.capacity import Room
-from autoshard_ilp.program.compiled import load_kernels
-from autoshard_ilp.program.constrained import Constrained
-from autoshard_ilp.program.core import Descent
 from autoshard_ilp.program.cpsat import CpOptions, solve_net
-from autoshard_ilp.program.families import FREE, Families
+from autoshard_ilp.program.kernels.compiled import load_kernels
 from autoshard_ilp.program.large.route import solve_in_turn
-from autoshard_ilp.program.mixing import Mixed, Mixing
 from autoshard_ilp.program.model import Program, Solution, SolverOptions
-from autoshard_ilp.program.net import EmptyNodeError, Net, build_net
-from autoshard_ilp.program.onchip import chip_aside
+from autoshard_ilp.program.nets.core import Descent
+from autoshard_ilp.program.nets.net import EmptyNodeError, Net, build_net
+from autoshard_ilp.program.rows.capacity import Room
+from autoshard_ilp.program.rows.constrained import Constrained
+from autoshard_ilp.program.rows.families import FREE, Families
+from autoshard_ilp.program.rows.mixing import Mixed, Mixing
+from autoshard_ilp.program.rows.onchip import chip_aside
 from autoshard_ilp.program.search import PROOF, Search
 
 

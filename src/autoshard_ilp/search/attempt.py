@@ -199,7 +199,7 @@ def free_bound(problem: Priced, plan: np.ndarray, request: Request, seconds: flo
         KeyboardInterrupt: interrupted.
     """
     from autoshard_ilp.costs.apart import apart
-    from autoshard_ilp.program.whole import solve_repeated
+    from autoshard_ilp.program.repeated.whole import solve_repeated
 
     step = apart(problem.table, problem.built, request.objective)
     options = within(request.solver, seconds)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from autoshard_ilp.program.families import restricted
-from autoshard_ilp.program.flips import Flips
+from autoshard_ilp.program.nets.flips import Flips
+from autoshard_ilp.program.rows.families import restricted
 from autoshard_ilp.search.kinds import Kept, Kind, whole_choices
 
 FLIP = 1e-4

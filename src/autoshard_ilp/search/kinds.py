@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.pins import class_masks, path_shapes
-from autoshard_ilp.program.families import restricted
+from autoshard_ilp.program.rows.families import restricted
 from autoshard_ilp.search.recipes import RECIPES
 
 Kept = Sequence[np.ndarray]

@@ -81,7 +81,7 @@ def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
 
 def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
     from autoshard_ilp.costs.apart import apart, parted
-    from autoshard_ilp.program.whole import CELLS, solve_repeated
+    from autoshard_ilp.program.repeated.whole import CELLS, solve_repeated
 
     trail = plan.trail
     if trail is None or not trail.costs.tied or not (trail.solution.status == "optimal" or hardly_dear(plan)):

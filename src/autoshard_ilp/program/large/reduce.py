@@ -18,7 +18,7 @@ import numpy as np
 from autoshard_ilp.program.large import kernels_reduce as kernels
 from autoshard_ilp.program.large.flat import Flat, offsets
 from autoshard_ilp.program.large.undo import Elimination, Substitution, Undo
-from autoshard_ilp.program.net import EmptyNodeError
+from autoshard_ilp.program.nets.net import EmptyNodeError
 
 GROWTH = 4000  # rows that the tables of one merged node may gain
 NOISE = 1e-13  # relative difference of sums that are equal

@@ -22,7 +22,7 @@ from autoshard_ilp.program.large.graph import build_graph, with_rows
 from autoshard_ilp.program.large.reduce import Reduced, reduce
 from autoshard_ilp.program.large.schedule import Schedule
 from autoshard_ilp.program.large.stage import Pool, Stage
-from autoshard_ilp.program.net import EmptyNodeError
+from autoshard_ilp.program.nets.net import EmptyNodeError
 from autoshard_ilp.program.search import Search
 
 SLICE_SECONDS = 0.25

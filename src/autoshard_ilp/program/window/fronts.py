@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard_ilp.program.bounds import SAFETY
-from autoshard_ilp.program.prices import PricedRows
+from autoshard_ilp.program.nets.bounds import SAFETY
+from autoshard_ilp.program.rows.prices import PricedRows
 from autoshard_ilp.program.window import kernels
 from autoshard_ilp.program.window import kernels_fronts as compiled
 from autoshard_ilp.program.window.kernels_fronts import Children, Rows, States, Within

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard_ilp.program.net import MOST_CODES, EmptyNodeError, joint_labels
+from autoshard_ilp.program.nets.net import MOST_CODES, EmptyNodeError, joint_labels
 from autoshard_ilp.program.window import kernels
 from autoshard_ilp.program.window.relaxations import Relaxations
 

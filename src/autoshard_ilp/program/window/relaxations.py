@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard_ilp.program.bounds import SAFETY, Messages
-from autoshard_ilp.program.net import Factor, Net
-from autoshard_ilp.program.prices import PricedRows
+from autoshard_ilp.program.nets.bounds import SAFETY, Messages
+from autoshard_ilp.program.nets.net import Factor, Net
+from autoshard_ilp.program.rows.prices import PricedRows
 
 SWEEPS = 10
 MOST_SWEEPS = 6  # times SWEEPS

@@ -1,7 +1,7 @@
 """Message passing over relations: higher bounds, and fewer rows.
 
 A relation with many labels and few rows takes part as a node whose strategies are its rows, tied to each of its nodes
-by equality of labels; any other as a table. Bound and costs move as in :mod:`autoshard_ilp.program.bounds`, one
+by equality of labels; any other as a table. Bound and costs move as in :mod:`autoshard_ilp.program.nets.bounds`, one
 relaxation after the other.
 """
 
@@ -12,8 +12,8 @@ import time
 
 import numpy as np
 
-from autoshard_ilp.program.bounds import Messages
-from autoshard_ilp.program.net import EmptyNodeError, Factor, Net
+from autoshard_ilp.program.nets.bounds import Messages
+from autoshard_ilp.program.nets.net import EmptyNodeError, Factor, Net
 from autoshard_ilp.program.window.relations import Relation, Relations
 
 SWEEPS = 10

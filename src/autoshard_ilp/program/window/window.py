@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard_ilp.program.bounds import Messages
-from autoshard_ilp.program.net import EmptyNodeError, Net
-from autoshard_ilp.program.prices import PricedRows
+from autoshard_ilp.program.nets.bounds import Messages
+from autoshard_ilp.program.nets.net import EmptyNodeError, Net
+from autoshard_ilp.program.rows.prices import PricedRows
 from autoshard_ilp.program.window.fronts import best_plan
 from autoshard_ilp.program.window.partial import completed, keep_wanted
 from autoshard_ilp.program.window.relations import Relations

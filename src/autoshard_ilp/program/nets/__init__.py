@@ -1,0 +1,1 @@
+"""Programs without memory rows, as nets of factors: exact presolve, message passing, exact descent."""

@@ -1,0 +1,1 @@
+"""Programs that repeat themselves, as steps do whose layers all decide for themselves: a piece is solved for all."""
