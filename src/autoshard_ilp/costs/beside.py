@@ -14,7 +14,7 @@ devices:
 Either way the variable's new value is computed when both products are.
 
 XLA:TPU computes the cotangent first, too, where the gradient and the update are one kernel. What is gathered for the
-gradient is held meanwhile (:attr:`autoshard_ilp.costs.memory.Buffers.beside`; two layers of OPT on v5e 2x4 under a
+gradient is held meanwhile (:attr:`autoshard_ilp.costs.buffers.Buffers.beside`; two layers of OPT on v5e 2x4 under a
 budget: 1.26 of the predicted peak without).
 """
 
@@ -23,17 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autoshard_ilp.costs.buffers import Buffers
 from autoshard_ilp.costs.gpu.combining import only_updates_read
 from autoshard_ilp.graph import Graph, Op, once_per_graph
 from autoshard_ilp.sharding import Layout, local_bytes, local_shape
 from autoshard_ilp.strategies import Strategy
-
-if TYPE_CHECKING:
-    from autoshard_ilp.costs.memory import Buffers
 
 
 @dataclass(frozen=True)

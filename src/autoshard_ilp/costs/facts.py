@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from autoshard_ilp.costs.buffers import Buffers
 from autoshard_ilp.costs.fold import ARGUMENT_WINDOW, FEW_OPERATIONS, WINDOW, fold, split
 from autoshard_ilp.costs.gpu.combining import Shares, shares
-from autoshard_ilp.costs.memory import Buffers, analyse
+from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.precision import Precision, precision
 from autoshard_ilp.deferral import Deferral, deferrals
 from autoshard_ilp.graph import BOUNDARY, Graph, Op, is_batch

@@ -8,12 +8,12 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from autoshard_ilp.costs.beside import products_beside
+from autoshard_ilp.costs.buffers import Buffers
 from autoshard_ilp.costs.fusion import roots, written_to_memory
 from autoshard_ilp.costs.gpu.gpu_kernels import reads_by_kernel
 from autoshard_ilp.costs.gpu.longkept import functions_of_one
@@ -28,39 +28,6 @@ SLICED_APART = frozenset({"gpu"})
 SOFTMAX_ROW = 16384
 """Elements of the longest row whose softmax XLA:GPU computes in one kernel. (The loss of 2048 tokens, compiled for
 H100: with 16384 classes, the gradient of the logits is written beside them, with 16400 in their place.)"""
-
-
-@dataclass(frozen=True, eq=False)
-class Buffers:
-    """Buffers of a graph, per tensor id; times are half-open steps of program order.
-
-    Attributes:
-        stored: whether the tensor has a buffer of its own.
-        start, end: when that buffer is held (meaningful where stored).
-        root: the tensor whose buffer a view reads.
-        reads: per op, positions of operands counted as read from memory, as often as they are.
-        last_use: last time any consumer, through views and fusions, needs the tensor.
-        time: time of each op.
-        horizon: number of time steps; at the last one only arguments and results are left.
-        begins, ends: region -> time of its first operation, and of its last.
-        sliced: loop slice -> (tensor, until when): buffers of which nothing but one loop reads slices. ``end`` is when
-            that loop begins, as if they were gathered for it; as they are, they are held until it ends.
-        beside: gradient of a weight -> time of the product that XLA:TPU computes before it, and that comes later in the
-            program: the cotangent of the layer's input. Copies gathered for the one are held during the other.
-    """
-
-    stored: np.ndarray
-    start: np.ndarray
-    end: np.ndarray
-    root: np.ndarray
-    reads: tuple[tuple[int, ...], ...]
-    last_use: np.ndarray
-    time: np.ndarray
-    horizon: int
-    begins: Mapping[int, int] = field(default_factory=dict)
-    ends: Mapping[int, int] = field(default_factory=dict)
-    sliced: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    beside: Mapping[int, int] = field(default_factory=dict)
 
 
 def is_computed_inside(op: Op, tensor: int, buffers: Buffers) -> bool:

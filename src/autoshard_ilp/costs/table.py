@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.costs import compute
+from autoshard_ilp.costs.buffers import Buffers
 from autoshard_ilp.costs.facts import Facts
 from autoshard_ilp.costs.gpu.combining import Shares
 from autoshard_ilp.costs.kernels import COUNTED, with_kernels
-from autoshard_ilp.costs.memory import Buffers, is_computed_inside
+from autoshard_ilp.costs.memory import is_computed_inside
 from autoshard_ilp.costs.precision import Precision
 from autoshard_ilp.costs.prices import Prices
 from autoshard_ilp.costs.reshard import CollectiveSeconds

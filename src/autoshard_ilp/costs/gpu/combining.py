@@ -20,13 +20,10 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from autoshard_ilp.costs.buffers import Buffers
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.graph import Graph, Op, is_batch, once_per_graph
-
-if TYPE_CHECKING:
-    from autoshard_ilp.costs.memory import Buffers
 
 THRESHOLD_BYTES = 30 * 2**20
 """Default of XLA:GPU's three thresholds (30 MiB and 7 bytes)."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard_ilp.costs.memory import Buffers
+from autoshard_ilp.costs.buffers import Buffers
 from autoshard_ilp.costs.padding import GEMM_MULTIPLE, shape_on_device
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.graph import Graph, Op

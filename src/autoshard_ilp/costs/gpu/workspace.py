@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard_ilp.costs.memory import Buffers
+from autoshard_ilp.costs.buffers import Buffers
 from autoshard_ilp.costs.padding import WORKSPACE_BYTES
 from autoshard_ilp.graph import BOUNDARY, Graph
 

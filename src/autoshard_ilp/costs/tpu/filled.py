@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoshard_ilp.costs.memory import Buffers
+from autoshard_ilp.costs.buffers import Buffers
 from autoshard_ilp.graph import Graph
 
 

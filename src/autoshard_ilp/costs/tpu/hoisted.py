@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoshard_ilp.costs.memory import Buffers
+from autoshard_ilp.costs.buffers import Buffers
 from autoshard_ilp.costs.primitives import VIEWS, fusible
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
 

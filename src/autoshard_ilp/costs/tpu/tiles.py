@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from autoshard_ilp.costs.memory import Buffers
+from autoshard_ilp.costs.buffers import Buffers
 from autoshard_ilp.costs.primitives import fusible
 from autoshard_ilp.costs.tpu.tile_shape import LANES, ROWS
 from autoshard_ilp.graph import Graph

@@ -9,16 +9,13 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autoshard_ilp.program.nets.net import EmptyNodeError, Factor, Net
 from autoshard_ilp.program.rows.dual import Dual
+from autoshard_ilp.program.rows.under import UnderRows
 from autoshard_ilp.program.search import PROOF
-
-if TYPE_CHECKING:
-    from autoshard_ilp.program.rows.constrained import Constrained
 
 STEPS = 3
 CELLS = 5_000
@@ -39,7 +36,7 @@ class Branch:
 class Tree:
     """The tree under one net (true costs) with starting prices; rows are those of ``owner``."""
 
-    def __init__(self, owner: Constrained, net: Net, prices: np.ndarray) -> None:
+    def __init__(self, owner: UnderRows, net: Net, prices: np.ndarray) -> None:
         self.owner, self.search = owner, owner.search
         size = net.size()["strategies"]
         self.open = [Branch(self.search.lower, 0, net, prices, size)]

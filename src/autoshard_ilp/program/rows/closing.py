@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,12 +24,11 @@ from autoshard_ilp.program.nets.bounds import Messages
 from autoshard_ilp.program.nets.net import EmptyNodeError, Net
 from autoshard_ilp.program.rows.combining import combine
 from autoshard_ilp.program.rows.families import NEAREST
+from autoshard_ilp.program.rows.neighbourhood import look_around
 from autoshard_ilp.program.rows.priced import BEFORE_PRESOLVE, CLOSED, TABLE_CELLS, PricedNet
 from autoshard_ilp.program.rows.prices import PricedRows
+from autoshard_ilp.program.rows.under import UnderRows
 from autoshard_ilp.program.window.window import Window
-
-if TYPE_CHECKING:
-    from autoshard_ilp.program.rows.constrained import Constrained
 
 NEAR = 0.01  # relative gap from which a better plan rules out much
 LONG_SWEEPS = 60  # with such a plan known
@@ -78,7 +76,7 @@ class Closing(PricedNet):
         proved: nothing in the net is better than ``owner.search.upper``.
     """
 
-    def __init__(self, owner: Constrained, net: Net, prices: np.ndarray) -> None:
+    def __init__(self, owner: UnderRows, net: Net, prices: np.ndarray) -> None:
         super().__init__(owner, net, prices)
         self.proved = False
         self.few_tried: float | None = None  # the best plan, in seconds, when few strategies per node were last tried
@@ -93,7 +91,7 @@ class Closing(PricedNet):
         """
         many = len(self.net.live) > MANY_NODES
         if many and self._poor():
-            self.owner.look_around()
+            look_around(self.owner)
         self.improve_prices()
         narrow = self.net.size()["cells"] <= WINDOW_CELLS
         near = self.search.best is not None and not self._far()  # no better plan is looked for between windows
@@ -104,7 +102,7 @@ class Closing(PricedNet):
         if self.wide() and not (self.fresh or self.search.done()) and self._far() and self.owner.may_look(NEAREST):
             self.owner.within_families(NEAREST)
         if many and not self.fresh and self._poor():
-            self.owner.look_around()
+            look_around(self.owner)
         if narrow and not (near or self.fresh or self.search.done()) and self._windows():
             return self.fresh
         if self.bound < self.search.without_memory and not self.search.done():
@@ -130,7 +128,7 @@ class Closing(PricedNet):
             if wide and few and known - self.search.upper < CLOSED * (known - self.bound):
                 break  # the good plan is not among few strategies per node
             if not (self.fresh or self.proved) and self._poor():
-                self.owner.look_around()
+                look_around(self.owner)
             near = self.search.upper - self.bound < NEAR * abs(self.search.upper) or self.search.too_dear
             if near and self.search.upper < known and not (self.fresh or self.proved):
                 self._shrink()
@@ -198,7 +196,7 @@ class Closing(PricedNet):
                     owner.within_families()
                     continue
                 if self._poor():
-                    owner.look_around()
+                    look_around(owner)
                 failed, tries = limit, tries + 1
                 if tries > NARROWER:
                     return False

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autoshard_ilp.program.nets import reduce
 from autoshard_ilp.program.nets.net import EmptyNodeError, build_net
 from autoshard_ilp.program.rows.memory import Row, violated_times
+from autoshard_ilp.program.rows.under import UnderRows
 from autoshard_ilp.program.window.window import Window
-
-if TYPE_CHECKING:
-    from autoshard_ilp.program.rows.constrained import Constrained
 
 POOL = 8  # plans combined, with the best known
 POOL_SECONDS = 2.0
@@ -33,7 +30,7 @@ POOL_TRIES = 3  # windows that hold too much, before it gives up
 CELLS = 5_000  # largest table that presolve makes
 
 
-def combine(owner: Constrained, prices: np.ndarray) -> list[int]:
+def combine(owner: UnderRows, prices: np.ndarray) -> list[int]:
     """Offer the best plan within the strategies of the last plans seen and the best known.
 
     Args:
@@ -59,7 +56,7 @@ def combine(owner: Constrained, prices: np.ndarray) -> list[int]:
 class _Combination:
     """The strategies of so many plans, the last ones seen and the best; small, if there are at most ``cells`` left."""
 
-    def __init__(self, owner: Constrained, most: int, cells: float, deadline: float) -> None:
+    def __init__(self, owner: UnderRows, most: int, cells: float, deadline: float) -> None:
         self.owner, self.search, self.cells, self.deadline = owner, owner.search, cells, deadline
         best = self.search.best
         self.keep = [np.zeros(len(n.costs), bool) for n in owner.program.nodes]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +19,7 @@ from autoshard_ilp.program.nets.core import Descent
 from autoshard_ilp.program.nets.net import EmptyNodeError, Net
 from autoshard_ilp.program.rows.combining import combine
 from autoshard_ilp.program.rows.prices import PricedRows, model_maximiser
-
-if TYPE_CHECKING:
-    from autoshard_ilp.program.rows.constrained import Constrained
+from autoshard_ilp.program.rows.under import UnderRows
 
 STEPS = 12
 CLOSE = 0.05  # of the gap: an optimum, or the dual, that near is good enough
@@ -41,7 +38,7 @@ class Dual:
         steps: most priced programs solved.
     """
 
-    owner: Constrained
+    owner: UnderRows
     net: Net
     prices: np.ndarray  # best so far, seconds per byte
     whole: bool = True

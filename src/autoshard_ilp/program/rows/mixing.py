@@ -17,9 +17,9 @@ import numpy as np
 from autoshard_ilp.program.nets.core import Descent
 from autoshard_ilp.program.nets.net import EmptyNodeError, Net, build_net
 from autoshard_ilp.program.rows.capacity import Room
-from autoshard_ilp.program.rows.constrained import CELLS, Constrained
 from autoshard_ilp.program.rows.priced import PricedNet
 from autoshard_ilp.program.rows.prices import PricedRows, mixture, model_maximiser
+from autoshard_ilp.program.rows.under import CELLS, UnderRows
 from autoshard_ilp.program.search import Search
 
 CLOSE = 1e-3
@@ -85,7 +85,7 @@ class Mixing:
 
     def __init__(self, search: Search, relaxed: np.ndarray, room: Room) -> None:
         search.dear = 1.0  # what a plan is worth is asked later
-        self.search, self.owner = search, Constrained(search, relaxed, room)
+        self.search, self.owner = search, UnderRows(search, relaxed, room)
         self.prices, self.bound = np.zeros(0), -math.inf
         self.cuts: list[tuple[float, np.ndarray]] = []
         self.met: list[np.ndarray] = []

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +19,7 @@ from autoshard_ilp.program.milp import Milp
 from autoshard_ilp.program.nets import reduce
 from autoshard_ilp.program.nets.net import EmptyNodeError, Factor, Held, Net, bytes_in_rows
 from autoshard_ilp.program.rows.memory import Row, violated_times
-
-if TYPE_CHECKING:
-    from autoshard_ilp.program.rows.constrained import Constrained
+from autoshard_ilp.program.rows.under import UnderRows
 
 FIRST_NODES = 100  # of a region
 MOST_NODES = 1_000
@@ -40,6 +37,19 @@ LEAST_REGIONS = 16  # .. and in so many regions, says whether more is worth its 
 WORTH = 0.2  # .. at that rate as much time as was left at first gains this part of the gap
 
 
+def look_around(owner: UnderRows) -> None:
+    """Improve the best plan, where there is one, a region at a time, for as long as that is worth its time."""
+    since, known = time.monotonic(), owner.search.best
+    if known is None:
+        return
+    if owner.neighbourhood is None:
+        owner.neighbourhood = Neighbourhood(owner)
+    owner.neighbourhood.run()
+    if owner.search.best is not None and owner.search.best is not known:
+        owner.remember(owner.search.best)
+    owner.search.add_seconds("neighbourhood", since)
+
+
 class Neighbourhood:
     """The search around the best plan known.
 
@@ -47,7 +57,7 @@ class Neighbourhood:
         owner: the search, whose best plan is known, and its rows.
     """
 
-    def __init__(self, owner: Constrained) -> None:
+    def __init__(self, owner: UnderRows) -> None:
         self.owner, self.search, self.program = owner, owner.search, owner.program
         self.rng = np.random.default_rng(owner.search.options.seed)
         self.size = float(FIRST_NODES)

@@ -11,7 +11,6 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +19,7 @@ from autoshard_ilp.program.nets import reduce
 from autoshard_ilp.program.nets.bounds import Messages
 from autoshard_ilp.program.nets.net import EmptyNodeError, Net
 from autoshard_ilp.program.rows.prices import PricedRows, model_maximiser
-
-if TYPE_CHECKING:
-    from autoshard_ilp.program.rows.constrained import Constrained
+from autoshard_ilp.program.rows.under import UnderRows
 
 STEPS = 3  # of cutting planes, at most
 WIDE_STEPS = 2  # .. of a net whose sweeps take long
@@ -73,7 +70,7 @@ class PricedNet:
         fresh: times at which a plan that satisfies the rows does not fit.
     """
 
-    def __init__(self, owner: Constrained, net: Net, prices: np.ndarray) -> None:
+    def __init__(self, owner: UnderRows, net: Net, prices: np.ndarray) -> None:
         self.owner, self.search = owner, owner.search
         self.net, self.prices = net, prices
         self.bound = -math.inf
