@@ -19,7 +19,8 @@ from keras import layers
 from autoshard_ilp import keras_integration as ki
 from autoshard_ilp.errors import AutoshardError, InputShapeError, PlanMismatchError, UnsupportedModelError
 from autoshard_ilp.models import load_model_factory
-from autoshard_ilp.trace import TracedStep, trace_model
+from autoshard_ilp.trace import trace_model
+from autoshard_ilp.traced import TracedStep
 from zoo import BATCH_SIZE, ZOO, Case
 
 

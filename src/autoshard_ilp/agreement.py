@@ -56,7 +56,7 @@ def planned_once(
 def _joined(data: Mapping[str, Any], step: Callable[..., Any]) -> Plan:
     from dataclasses import replace
 
-    from autoshard_ilp.saved.binding import differences
+    from autoshard_ilp.saved.identity import differences
     from autoshard_ilp.saved.planfile import from_dict
 
     plan = from_dict(data)

@@ -16,7 +16,7 @@ from autoshard_ilp.errors import AutoshardError, InputShapeError, UnsupportedMod
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import announced
 from autoshard_ilp.program.model import SolverOptions
-from autoshard_ilp.trace import ArgumentInfo, ResultInfo
+from autoshard_ilp.traced import ArgumentInfo, ResultInfo
 
 Donate = str | int | Sequence[int]
 

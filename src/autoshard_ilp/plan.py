@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # what later stages answer with
 
 @dataclass(frozen=True)
 class Leaf:
-    """One argument or result of the step: path, role (see trace.ArgumentInfo), shape, dtype, layout."""
+    """One argument or result of the step: path, role (see traced.ArgumentInfo), shape, dtype, layout."""
 
     path: str
     role: str
@@ -338,7 +338,7 @@ class Plan:
 
         Two processes that run plans of one fingerprint on the same variables run the same program.
         """
-        from autoshard_ilp.saved.binding import fingerprint
+        from autoshard_ilp.saved.identity import fingerprint
 
         return fingerprint(self)
 

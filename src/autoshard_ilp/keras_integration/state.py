@@ -14,7 +14,7 @@ from autoshard_ilp.keras_integration.construction import seeded
 from autoshard_ilp.keras_integration.inspection import GROUPS, state_variables
 
 if TYPE_CHECKING:
-    from autoshard_ilp.trace import TracedStep
+    from autoshard_ilp.traced import TracedStep
 
 
 def compiled_state(model: Any, mode: str = "train") -> tuple[list[Any], ...]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autoshard_ilp.graph.step import Step
+
 
 class _NotPlain(Exception):
     """A container that plain data cannot name."""
@@ -103,3 +105,25 @@ def key_implementation(name: str) -> str:
         if str(jax.eval_shape(lambda key=implementation: jax.random.key(0, impl=key)).dtype) == name:
             return implementation
     raise ValueError(f"unknown random key {name!r}")
+
+
+def signature_of(step: Step) -> dict[str, Any]:
+    """What a plan keeps of its step in order to trace it again, as plain data.
+
+    Returns:
+        "args": structure of a function's arguments, or of a Keras model's batch (None where it holds classes of its
+        own); "donated": positions, for a function; "versions": of what traced it; "one_copy": whether equal casts
+        of a variable are one (:mod:`autoshard_ilp.graph.equal`).
+    """
+    keeps: dict[str, Any] = {"versions": versions(step.traced is not None), "one_copy": step.one_copy}
+    if step.traced is not None:
+        return {**keeps, "args": encode(tuple(step.args[1]))}
+    return {**keeps, "args": encode(tuple(step.args)), "donated": list(step.donated)}
+
+
+def versions(with_keras: bool) -> dict[str, str]:
+    """Of what traces a step here."""
+    from importlib import metadata
+
+    names = ("jax", "keras") if with_keras else ("jax",)
+    return {name: metadata.version(name) for name in names}

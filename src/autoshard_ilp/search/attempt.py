@@ -321,7 +321,7 @@ def assemble(
     from autoshard_ilp.graph.remat import recomputed_layers
     from autoshard_ilp.placement import place
     from autoshard_ilp.report import peak_memory, planned_collectives, total_cost
-    from autoshard_ilp.saved.binding import signature_of
+    from autoshard_ilp.saved.signature import signature_of
 
     graph, choices = step.graph, solution.choices
     placement = place(table, choices)

@@ -1,4 +1,4 @@
-"""What the searches under memory rows share: rows, prices, what is ruled out, plans seen, and steps all of them take."""
+"""What searches under memory rows share: rows, prices, what is ruled out, plans seen, and steps all of them take."""
 
 from __future__ import annotations
 
