@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,3 +43,25 @@ def test_modules_import_only_what_comes_before_them() -> None:
     assert {"api", "planning", "program.solve", "costs.build"} <= set(graph)  # or there would be nothing to find
     graph.remove_nodes_from(FACES)
     assert [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
+
+
+def found(name: str, package: str) -> bool:
+    """Whether ``module.thing``, ``module.Class.method`` or a field of a dataclass is there."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            value: object = importlib.import_module(".".join([package, *parts[:count]]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            value = getattr(value, part, getattr(value, "__dataclass_fields__", {}).get(part))
+        return value is not None
+    return False
+
+
+def test_the_program_on_one_page_names_what_is_there() -> None:
+    page = (PACKAGE / "program" / "README.md").read_text(encoding="utf-8")
+    names = {name for name in re.findall(r"`((?:\w+\.)+\w+)`", page) if not name.endswith(".py")}
+    assert len(names) > 50
+    packages = ("autoshard_ilp.program", "autoshard_ilp")
+    assert sorted(name for name in names if not any(found(name, package) for package in packages)) == []

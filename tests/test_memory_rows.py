@@ -268,5 +268,5 @@ def test_too_little_time_for_a_first_plan_is_no_proof(monkeypatch: pytest.Monkey
     def too_late(*_: object, **__: object) -> None:
         raise InfeasibleError("No finite assignment was found in time.")
 
-    monkeypatch.setattr("autoshard_ilp.program.rows.constrained.minimum_capacity", too_late)
+    monkeypatch.setattr("autoshard_ilp.program.rows.under.minimum_capacity", too_late)
     assert Constrained(search, np.zeros(len(program.nodes), np.int64), room).first_plan() == []

@@ -131,7 +131,7 @@ def test_an_interrupt_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> No
     """Ctrl-C while a region is being solved ends the whole search, which has the plan that it began with, or better."""
     monkeypatch.setattr(Milp, "solve", lambda *_: MilpResult("unknown", None, 0.0, 0.0, interrupted=True))
     monkeypatch.setattr(neighbourhood, "MOST_RECENT", 0.05)  # where presolve solves all regions
-    monkeypatch.setattr(Constrained, "run", lambda owner: bool(owner.look_around()))
+    monkeypatch.setattr(Constrained, "run", lambda owner: bool(neighbourhood.look_around(owner)))
     interrupted = 0
     for program, relaxed in cases():
         plan = smallest(program)
@@ -198,8 +198,8 @@ def test_a_poor_plan_of_many_nodes_is_made_better_before_windows(monkeypatch: py
         looked.append(known)
         better += owner.search.upper < known
 
-    as_it_was = Constrained.look_around
-    monkeypatch.setattr(Constrained, "look_around", look_around)
+    as_it_was = neighbourhood.look_around
+    monkeypatch.setattr(closing, "look_around", look_around)
     for program, relaxed in cases():
         found = solve(program, OPTIONS, hint=smallest(program), relaxed=relaxed)
         assert found.status == "optimal"
