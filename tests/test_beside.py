@@ -12,7 +12,7 @@ import pytest
 import autoshard_ilp as autoshard
 from autoshard_ilp.apply import planned
 from autoshard_ilp.costs.beside import gradients_beside, held_beside, products_beside
-from autoshard_ilp.costs.build import _CopyLifetimes
+from autoshard_ilp.costs.account import CopyLifetimes
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.enforce import finished
 from autoshard_ilp.graph import Graph, insert_hubs
@@ -139,7 +139,7 @@ def test_copies_for_the_gradient_are_held_while_a_tpu_computes_the_other_product
     assert buffers.beside == {products[0]: buffers.time[products[1]], products[2]: buffers.time[products[3]]}
     assert not analyse(graph, "gpu").beside
     table: Any = SimpleNamespace(graph=graph, buffers=buffers)
-    copies = _CopyLifetimes(table)
+    copies = CopyLifetimes(table)
     inputs = {t: first for first, second in products_beside(graph).items() for t in graph.ops[first].inputs}
     hubs = [op.id for op in graph.ops if op.primitive == "hub" and op.outputs[0] in inputs]
     assert hubs

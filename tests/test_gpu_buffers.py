@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autoshard_ilp as autoshard
-from autoshard_ilp.costs import build, memory
+from autoshard_ilp.costs import account, memory
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.costs.padding import masked_copies
 from autoshard_ilp.enforce import stacks
@@ -376,7 +376,7 @@ def test_what_layers_compute_alike_is_held_once(monkeypatch: pytest.MonkeyPatch)
     options: dict[str, Any] = {"hardware": "h100", "batch_size": 16, "sequence_length": 256, "progress": False}
     plan = autoshard.baseline(model, {"data": 8}, "data_parallel", **options)
     compiled, once = plan.verify("h100:8").compiled_peak_bytes, plan.memory.peak_bytes
-    monkeypatch.setattr(build, "MERGED", frozenset())
+    monkeypatch.setattr(account, "MERGED", frozenset())
     twice = autoshard.baseline(model, {"data": 8}, "data_parallel", **options).memory.peak_bytes
     places = 16 // 8 * 8 * 256 * 256 * 4 * 4  # indices of four dimensions, for every score
     activation = 16 // 8 * 256 * 256 * 4  # of the hidden width: gone at the other peak, which lies at another instant

@@ -72,7 +72,7 @@ def test_compiled_lookups_take_and_send_what_is_planned(monkeypatch: pytest.Monk
     ratios = {}
     for counted in (True, False):
         if not counted:
-            for module in ("tpu.lookups", "table", "build"):
+            for module in ("tpu.lookups", "table", "held"):
                 monkeypatch.setattr(f"autoshard_ilp.costs.{module}.is_lookup", lambda graph, op: False)
         columns = {".*/embeddings": (None, ("data", "model"))}
         plan = autoshard.optimize(
