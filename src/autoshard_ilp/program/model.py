@@ -94,6 +94,10 @@ class Program:
     on_chip_instants: int = 0
     families: Callable[[], Sequence[Sequence[np.ndarray]]] | None = None
 
+    def cells(self) -> int:
+        """Entries of the tables of all edges: what solving takes time for."""
+        return sum(edge.table.size for edge in self.edges)
+
     def cost(self, choices: Sequence[int] | np.ndarray) -> float:
         """Objective in seconds of one strategy per node."""
         total = sum(float(n.costs[s]) for n, s in zip(self.nodes, choices, strict=True))

@@ -422,7 +422,7 @@ class _Divided(Generic[P]):
         if fine.table.first_share == one.table.first_share:
             known = replace(known, lower_bound=max(known.lower_bound, self.bound))
         of_fine = replace(known, first_share=fine.table.first_share, choices=start, relaxed=relaxed, prices=self.prices)
-        long = wide(fine.program) or (free is not None and cells_of(fine.program) > LONG_CELLS)
+        long = wide(fine.program) or (free is not None and fine.program.cells() > LONG_CELLS)
         enough = max(self.enough, HARDLY) if long else self.enough
         keywords = self.keywords | ({"relative_gap": enough} if enough else {})
         found = _with_memory(fine, self.solve, of_fine, self.until_end(), **keywords)
@@ -534,12 +534,7 @@ def _told(found: Any, known: Left) -> Any:
 
 def wide(program: Any) -> bool:
     """Whether a program has so many cells that prices take long."""
-    return cells_of(program) > WIDE_CELLS
-
-
-def cells_of(program: Any) -> int:
-    """Cells of the tables of a program's edges."""
-    return sum(edge.table.size for edge in program.edges)
+    return program.cells() > WIDE_CELLS
 
 
 def splittable(problem: Priced) -> bool:

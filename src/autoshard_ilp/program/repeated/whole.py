@@ -122,7 +122,7 @@ def solve_repeated(
 
 def _long(program: Program) -> bool:
     """Whether solving a program takes long."""
-    return len(program.nodes) > MANY_NODES or sum(edge.table.size for edge in program.edges) > MANY_CELLS
+    return len(program.nodes) > MANY_NODES or program.cells() > MANY_CELLS
 
 
 class Sight:
