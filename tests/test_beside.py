@@ -11,8 +11,8 @@ import pytest
 
 import autoshard_ilp as autoshard
 from autoshard_ilp.apply import planned
-from autoshard_ilp.costs.beside import gradients_beside, held_beside, products_beside
 from autoshard_ilp.costs.account import CopyLifetimes
+from autoshard_ilp.costs.beside import gradients_beside, held_beside, products_beside
 from autoshard_ilp.costs.memory import analyse
 from autoshard_ilp.enforce import finished
 from autoshard_ilp.graph import Graph, insert_hubs

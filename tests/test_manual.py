@@ -24,7 +24,8 @@ from autoshard_ilp.costs.collectives import ring_bytes_per_device
 from autoshard_ilp.costs.reshard import steps
 from autoshard_ilp.costs.resolution import resolution_payloads
 from autoshard_ilp.deferral import Deferral
-from autoshard_ilp.enforce import manual
+from autoshard_ilp.enforce import manual, parts, scattered
+from autoshard_ilp.enforce.moved import move
 from autoshard_ilp.graph import insert_hubs
 from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.rules import rule_for
@@ -167,10 +168,10 @@ def test_every_step_of_a_resharding_moves_the_values_as_priced_on_cpu():
     moved = reordered = 0
     for before, after in sorted(seen)[::4]:
         at = jax.device_put(value, sharding(mesh, before, 3))
-        if manual.move(at, before, after, mesh, NAMES) is None:
+        if move(at, before, after, mesh, NAMES) is None:
             continue
         moved += 1
-        compiled = jax.jit(lambda x, b=before, a=after: manual.move(x, b, a, mesh, NAMES)).lower(at).compile()
+        compiled = jax.jit(lambda x, b=before, a=after: move(x, b, a, mesh, NAMES)).lower(at).compile()
         out = compiled(at)
         assert out.sharding.is_equivalent_to(sharding(mesh, after, 3), 3)
         np.testing.assert_array_equal(out, value)
@@ -195,7 +196,7 @@ def test_shards_come_in_mesh_order_on_three_axes(before, after):
     mesh = jax.sharding.Mesh(devices, THREE)
     value = np.arange(16 * 8, dtype="float32").reshape(16, 8)
     at, to = (NamedSharding(mesh, to_partition_spec(layout, 2, THREE)) for layout in (before, after))
-    compiled = jax.jit(lambda x: manual.move(x, before, after, mesh, THREE)).lower(jax.device_put(value, at)).compile()
+    compiled = jax.jit(lambda x: move(x, before, after, mesh, THREE)).lower(jax.device_put(value, at)).compile()
     out = compiled(jax.device_put(value, at))
     np.testing.assert_array_equal(out, value)
     assert out.sharding.is_equivalent_to(to, 2)
@@ -229,7 +230,7 @@ def test_padding_of_a_transposed_array_goes_through_an_all_to_all(before):
 
     def planned(x):
         x = jnp.pad(lax.with_sharding_constraint(x.transpose(0, 2, 1, 3), spec), ((0, 0), (0, 0), (0, 2), (0, 0)))
-        return manual.move(x, (before,), (2,), mesh, names)
+        return move(x, (before,), (2,), mesh, names)
 
     np.testing.assert_array_equal(jax.jit(planned)(value), expected(value))
 
@@ -237,15 +238,15 @@ def test_padding_of_a_transposed_array_goes_through_an_all_to_all(before):
 def test_what_cannot_be_written_out_is_left_to_a_constraint():
     mesh = mesh_of("cpu:8")
     uneven = jnp.zeros((6, 9))
-    assert manual.move(uneven, (WHOLE, 0), (WHOLE, WHOLE), mesh, NAMES) is None  # 6 does not divide by 4
+    assert move(uneven, (WHOLE, 0), (WHOLE, WHOLE), mesh, NAMES) is None  # 6 does not divide by 4
     both = jnp.zeros((8, 8))
-    assert manual.move(both, (WHOLE, 0), (0, 0), mesh, NAMES) is None  # a slice sends nothing
-    assert manual.move(both, (0, 1), (1, 0), mesh, NAMES) is None  # two steps at once
+    assert move(both, (WHOLE, 0), (0, 0), mesh, NAMES) is None  # a slice sends nothing
+    assert move(both, (0, 1), (1, 0), mesh, NAMES) is None  # two steps at once
 
 
 def test_dimensions_beside_a_collective_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of 9 rows, as of a vocabulary of 50257: scattered and gathered along the columns, as on TPU."""
-    monkeypatch.setattr(manual, "FILLED_UP", frozenset({"cpu"}))
+    monkeypatch.setattr(parts, "FILLED_UP", frozenset({"cpu"}))
     mesh, shapes = mesh_of("cpu:8"), [(16, 9), (16, 24)]
     contract = (((0,), (0,)), ((), ()))
     eqn, view = equation(lambda a, b: lax.dot_general(a, b, contract), shapes)
@@ -255,7 +256,7 @@ def test_dimensions_beside_a_collective_are_filled_up(monkeypatch: pytest.Monkey
         a = jax.lax.with_sharding_constraint(a, sharding(mesh, layouts[0], 2))
         scattered = manual.run(eqn.primitive.bind, view, rule_for(view), (a, b), (layouts, result), mesh, NAMES)
         assert scattered is not None
-        gathered = manual.move(scattered, result, (0, WHOLE), mesh, NAMES)
+        gathered = move(scattered, result, (0, WHOLE), mesh, NAMES)
         assert gathered is not None
         return gathered
 
@@ -272,7 +273,7 @@ def test_dimensions_beside_a_collective_are_filled_up(monkeypatch: pytest.Monkey
 
 def test_a_dimension_that_is_reduced_is_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of 9 columns, as of a vocabulary of 50257 that the gradient of what reads the logits sums over."""
-    monkeypatch.setattr(manual, "FILLED_UP", frozenset({"cpu"}))
+    monkeypatch.setattr(parts, "FILLED_UP", frozenset({"cpu"}))
     mesh, shapes = mesh_of("cpu:8"), [(16, 9), (9, 24)]
     eqn, view = equation(lambda a, b: a @ b, shapes)
     layouts, result = ((0, 1), (WHOLE, 0)), (0, 1)
@@ -295,7 +296,7 @@ def test_a_dimension_that_is_reduced_is_filled_up(monkeypatch: pytest.MonkeyPatc
     ("rows", "layouts", "result"), [(9, ((WHOLE, 0), (1, 0)), (1, 0)), (18, ((0, 1), (0, 1)), (1, 1))]
 )
 def test_what_a_collective_touches_is_not_filled_up(rows, layouts, result, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manual, "FILLED_UP", frozenset({"cpu"}))
+    monkeypatch.setattr(parts, "FILLED_UP", frozenset({"cpu"}))
     mesh, shapes = mesh_of("cpu:8"), [(16, rows), (16, 24)]
     eqn, view = equation(lambda a, b: lax.dot_general(a, b, (((0,), (0,)), ((), ()))), shapes)
     args = [jnp.zeros(s) for s in shapes]
@@ -317,14 +318,14 @@ def test_pieces_of_many_rows_are_moved_in_whole_tiles(
     shape: tuple[int, ...], before: Any, after: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on TPU, in small: the values are as before, and what is sent grows by what fills the rows of tiles."""
-    monkeypatch.setattr(manual, "FILLED_UP", frozenset({"cpu"}))
+    monkeypatch.setattr(parts, "FILLED_UP", frozenset({"cpu"}))
     mesh = mesh_of("cpu:8")
     value = np.arange(math.prod(shape), dtype="float32").reshape(shape)
     at = jax.device_put(value, sharding(mesh, before, len(shape)))
 
     def sent_with(many_rows: int) -> dict[str, float]:
-        monkeypatch.setattr(manual, "MANY_ROWS", many_rows)
-        compiled = jax.jit(lambda x: manual.move(x, before, after, mesh, NAMES)).lower(at).compile()
+        monkeypatch.setattr(parts, "MANY_ROWS", many_rows)
+        compiled = jax.jit(lambda x: move(x, before, after, mesh, NAMES)).lower(at).compile()
         np.testing.assert_array_equal(compiled(at), value)
         return {c.kind: c.total_bytes_per_device for c in parse_collectives(compiled.as_text())}
 
@@ -342,12 +343,12 @@ def test_pieces_of_many_rows_are_moved_in_whole_tiles(
 
 @pytest.mark.parametrize("shape", [(8, 3, 40, 6), (8, 20, 5, 7), (8, 6, 9, 128), (8, 11, 3, 2, 4)])
 def test_an_order_that_is_asked_for_scatters_the_same(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manual, "MANY_ROWS", 9)
+    monkeypatch.setattr(parts, "MANY_ROWS", 9)
     mesh = mesh_of("cpu:8")
     values = np.random.default_rng(0).integers(-9, 9, (8, *shape)).astype("float32")
 
     def one_device(part: Any) -> Any:
-        return manual._scattered_in_rows(part[0], NAMES)[None]
+        return scattered._scattered_in_rows(part[0], NAMES)[None]
 
     spec = to_partition_spec((0, 0), len(shape), NAMES)
     mapped = jax.shard_map(one_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -581,7 +582,7 @@ def test_the_tpu_compiler_moves_a_table_by_a_short_program(after: Any) -> None:
     ins, out = sharding(mesh, (0, 0), 2), sharding(mesh, after, 2)
 
     def moved(x: Any) -> Any:
-        return manual.move(x, (0, 0), after, mesh, NAMES) + 1
+        return move(x, (0, 0), after, mesh, NAMES) + 1
 
     jitted = jax.jit(moved, in_shardings=ins, out_shardings=out)
     compiled = jitted.lower(jax.ShapeDtypeStruct(table, "bfloat16")).compile()

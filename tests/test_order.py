@@ -17,7 +17,7 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.apply import Decisions, operations, planned_function
 from autoshard_ilp.costs.tpu.heap import REPORTED
 from autoshard_ilp.course import Course, Segment
-from autoshard_ilp.enforce import latesums, manual, order, ties
+from autoshard_ilp.enforce import latesums, manual, order, scattered, ties
 from autoshard_ilp.enforce.latesums import Room
 from autoshard_ilp.enforce.order import order_of
 from autoshard_ilp.graph import Graph, insert_hubs
@@ -187,7 +187,7 @@ def test_logits_with_a_bias_are_freed_by_the_backward_pass_on_tpu(waits: bool, m
     front. As they are scattered here without, it is 147 either way.)"""
     import keras
 
-    monkeypatch.setattr(manual, "SAFE_MULTIPLE", 1 << 30)
+    monkeypatch.setattr(scattered, "SAFE_MULTIPLE", 1 << 30)
 
     def build() -> Any:
         x = inputs = keras.Input((512,), dtype="int32")

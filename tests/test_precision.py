@@ -13,7 +13,7 @@ import pytest
 import autoshard_ilp as autoshard
 from autoshard_ilp.apply import Decisions, planned, planned_function
 from autoshard_ilp.costs.precision import precision
-from autoshard_ilp.enforce import manual
+from autoshard_ilp.enforce.moved import move
 from autoshard_ilp.graph import insert_hubs
 from autoshard_ilp.graph.flatten import build_graph
 from autoshard_ilp.verify import parse_collectives
@@ -86,7 +86,7 @@ def test_the_gpu_compiler_casts_before_it_gathers(name: str) -> None:
     shape = jax.ShapeDtypeStruct((SIZE, SIZE), "float32")
 
     def gathered(x: Any, w: Any) -> Any:
-        return function(x, manual.move(w, (0, 0), (-1, -1), mesh, NAMES))
+        return function(x, move(w, (0, 0), (-1, -1), mesh, NAMES))
 
     ins = (sharding(mesh, (-1, -1), 2), sharding(mesh, (0, 0), 2))
     text = jax.jit(gathered, in_shardings=ins).lower(shape, shape).compile().as_text()

@@ -16,7 +16,7 @@ from autoshard_ilp.costs.profile import load_profile
 from autoshard_ilp.costs.reshard import seconds, steps
 from autoshard_ilp.costs.reshard_tables import ReshardTables
 from autoshard_ilp.costs.topology import MeshLinks
-from autoshard_ilp.enforce import manual
+from autoshard_ilp.enforce.moved import move
 from autoshard_ilp.sharding import PARTIAL, WHOLE, divides, divisible_layouts, local_bytes
 from autoshard_ilp.strategies import layouts_of
 from compiled import NAMES, SIZES, mesh_of, needs_cuda, predicted, sent, sharding
@@ -76,7 +76,7 @@ def test_uneven_dimensions_are_sent_as_priced(seed):
         def walk(x, start=start, between=between):
             x = jax.lax.with_sharding_constraint(x * 2, sharding(mesh, start, 2))
             for now, after in itertools.pairwise((start, *between)):
-                moved = manual.move(x, now, after, mesh, NAMES)
+                moved = move(x, now, after, mesh, NAMES)
                 x = jax.lax.with_sharding_constraint(x, sharding(mesh, after, 2)) if moved is None else moved
             return x + 1
 

@@ -25,7 +25,9 @@ from autoshard_ilp.enforce.cuts import computed_as_read
 from autoshard_ilp.enforce.earlygathers import COMBINED
 from autoshard_ilp.enforce.finished import updates_waited_for
 from autoshard_ilp.enforce.inplace import waiting_updates
+from autoshard_ilp.enforce.moved import move
 from autoshard_ilp.enforce.order import SCATTERED_ONLY, order_of
+from autoshard_ilp.enforce.parts import spec_of
 from autoshard_ilp.enforce.repeated import made_as_read, unequal_broadcasts
 from autoshard_ilp.enforce.stacks import stacks_of_matrices
 from autoshard_ilp.enforce.uncut import sums_of_the_whole
@@ -115,7 +117,7 @@ class Planned:
         """``value`` one step further, from one decided layout to the next, by the collective that was priced."""
         moved = None
         if before and after and before != after and not compat.is_key_dtype(getattr(value, "dtype", None)):
-            moved = manual.move(value, before, after, self.mesh, self.axis_names)
+            moved = move(value, before, after, self.mesh, self.axis_names)
         return self.constrain(value, tensor, after) if moved is None else moved
 
     def stored_order(self, value: Any, tensor: int) -> Any:
@@ -216,7 +218,7 @@ class Planned:
         layout = self.layout(tensor)
         if layout is None:
             return None
-        spec = manual.spec_of(layout, len(self.graph.tensors[tensor].shape), self.axis_names)
+        spec = spec_of(layout, len(self.graph.tensors[tensor].shape), self.axis_names)
         return NamedSharding(self.mesh, spec)
 
 

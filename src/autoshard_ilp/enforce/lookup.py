@@ -18,7 +18,9 @@ from typing import Any
 
 from autoshard_ilp._jax_compat import whole_slice
 from autoshard_ilp.costs.scatter import spans_slice
-from autoshard_ilp.enforce.manual import Computed, mapped, reduced, unreduced
+from autoshard_ilp.enforce.manual import unreduced
+from autoshard_ilp.enforce.parts import mapped
+from autoshard_ilp.enforce.scattered import Computed, reduced
 from autoshard_ilp.rules.rule import OpView, Rule
 from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, local_shape
 
