@@ -14,7 +14,7 @@ from autoshard_ilp.program.kernels import alone
 HOLD = """
 import sys, time
 from pathlib import Path
-from autoshard_ilp.program import alone
+from autoshard_ilp.program.kernels import alone
 alone.cache_folder = lambda: Path(sys.argv[1])
 with alone.alone("kernels"):
     print("held", flush=True)
