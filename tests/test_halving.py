@@ -20,6 +20,7 @@ from autoshard_ilp.costs.fold import LEAST_SPLIT, split
 from autoshard_ilp.explore import loaded
 from autoshard_ilp.explore.again import problem_of, reprice
 from autoshard_ilp.program import solve
+from autoshard_ilp.program.model import Edge, Lifetimes, Node, Program
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.search import attempt, halving, kinds
 from autoshard_ilp.search.division import division_of
@@ -217,7 +218,7 @@ def problem(name: str, class_of: list[int], capacity: int | None = 1, share: flo
     table = SimpleNamespace(first_share=share, graph=graph, tied=tied, **layout)
     nodes = [SimpleNamespace(costs=np.zeros(1)) for _ in classes]
     answers = {"cost": lambda x: float(x[0]), "peak": lambda x: 0}
-    program = SimpleNamespace(capacity=capacity, nodes=nodes, edges=[], **answers)
+    program = SimpleNamespace(capacity=capacity, nodes=nodes, edges=[], cells=lambda: 0, **answers)
     return SimpleNamespace(name=name, table=table, program=program, kinds=lambda *_: iter(()))
 
 
@@ -578,10 +579,19 @@ def test_also_of_a_program_that_cannot_be_halved() -> None:
 
 
 def test_programs_of_three_axes_are_wide_and_halved_without_looking_for_prices(monkeypatch: pytest.MonkeyPatch) -> None:
-    edges = [SimpleNamespace(table=np.zeros((30, 40))), SimpleNamespace(table=np.zeros((20, 10)))]
+    def of_tables(*shapes: tuple[int, int]) -> Program:
+        """A program of an edge of each shape, every edge between two nodes of its own."""
+        sizes = [n for shape in shapes for n in shape]
+        nodes = tuple(Node(str(v), np.zeros(n), None) for v, n in enumerate(sizes))
+        labels = [np.arange(n) for n in sizes]
+        ends = [(2 * e, 2 * e + 1, labels[2 * e], labels[2 * e + 1]) for e in range(len(shapes))]
+        edges = tuple(Edge(*end, np.zeros(shape)) for end, shape in zip(ends, shapes, strict=True))
+        return Program(nodes, edges, Lifetimes.empty(), None)
+
+    assert of_tables((30, 40), (20, 10)).cells() == 1400
     monkeypatch.setattr(halving, "WIDE_CELLS", 1400)
-    assert not halving.wide(SimpleNamespace(edges=edges))
-    assert halving.wide(SimpleNamespace(edges=[*edges, SimpleNamespace(table=np.zeros((1, 1)))]))
+    assert not halving.wide(of_tables((30, 40), (20, 10)))
+    assert halving.wide(of_tables((30, 40), (20, 10), (1, 1)))
     monkeypatch.setattr(halving, "WIDE_CELLS", -1)
     solver, asked = _Solver(answers(LARGE, 2.0)), []
     monkeypatch.setattr(TIED, "kinds", lambda like, least: (asked.append((like.tolist(), least)), iter(()))[1])
