@@ -4,7 +4,7 @@ XLA does not materialise everything: views (reshape, transpose folded into its c
 and chains of elementwise operations are fused, so that only what leaves the fusion is written. The rules here follow
 XLA's instruction fusion in outline: a fusible operation is recomputed inside each consumer when that is cheap, and
 written once when several kernels need an expensive one, or one that takes more bytes to compute than it has (a
-residual sum on TPUs; for GPUs :mod:`.costs.gpu.gpu_kernels` counts more exactly), or when a consumer (matrix
+residual sum on TPUs; for GPUs :mod:`.costs.gpu.kernels` counts more exactly), or when a consumer (matrix
 product, convolution, gather, sort, a result of the step) cannot fuse it.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from autoshard_ilp.costs.gpu.centred import centred_for_variances
-from autoshard_ilp.costs.gpu.gpu_kernels import worth_writing
 from autoshard_ilp.costs.gpu.inside_products import computed_in_products
+from autoshard_ilp.costs.gpu.kernels import worth_writing
 from autoshard_ilp.costs.gpu.padded_images import made_for_each
 from autoshard_ilp.costs.gpu.pooled import kept_beside_reductions
 from autoshard_ilp.costs.primitives import (

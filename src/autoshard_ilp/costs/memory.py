@@ -15,7 +15,7 @@ import numpy as np
 from autoshard_ilp.costs.beside import products_beside
 from autoshard_ilp.costs.buffers import Buffers
 from autoshard_ilp.costs.fusion import roots, written_to_memory
-from autoshard_ilp.costs.gpu.gpu_kernels import reads_by_kernel
+from autoshard_ilp.costs.gpu.kernels import reads_by_kernel
 from autoshard_ilp.costs.gpu.longkept import functions_of_one
 from autoshard_ilp.costs.gpu.triton import leaves_triton
 from autoshard_ilp.costs.masks import met_by_random_bits
