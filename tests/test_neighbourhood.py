@@ -165,7 +165,7 @@ def test_the_memory_of_a_free_plan_is_not_looked_for_twice(monkeypatch: pytest.M
         report = {"relaxed": relaxed, "without_memory": 0.0, "free_seconds": 1.0}
         solution = SimpleNamespace(status="feasible", report=report, lower_bound=0.0, choices=None)
         built, table = SimpleNamespace(program=program), SimpleNamespace(first_share=0.0)
-        failure: Any = Failure(None, None, table, built, solution, None)  # type: ignore[arg-type]
+        failure: Any = Failure(None, None, lambda t=table, b=built: SimpleNamespace(table=t, built=b), solution, None)  # type: ignore[misc,arg-type]
         request: Any = SimpleNamespace(solver=OPTIONS)
         assert free_peak_bytes(failure, request) == program.peak(relaxed) > program.capacity
 
@@ -176,7 +176,8 @@ def test_a_policy_asked_again_goes_on_from_where_it_was_left() -> None:
     bounds = {"without_memory": 1.0, "rounding_error_seconds": 0.25}
     report = {"relaxed": np.array([1]), "free_seconds": 3.0, **bounds}
     solution = SimpleNamespace(status="feasible", report=report, lower_bound=2.0, choices=np.array([0]))
-    failure: Any = Failure(None, None, SimpleNamespace(first_share=0.5), None, solution, None)  # type: ignore[arg-type]
+    table = SimpleNamespace(first_share=0.5)
+    failure: Any = Failure(None, None, lambda: SimpleNamespace(table=table, built=None), solution, None)  # type: ignore[arg-type]
     expected.learn("never", failure)
     left = expected.of("never")["left_before"]
     assert (left.first_share, left.choices.tolist(), left.relaxed.tolist()) == (0.5, [0], [1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from autoshard_ilp.graph.equal import has_one_copy
 from autoshard_ilp.graph.step import Step, graph_of, whole_graph
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import together
+from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request
 from autoshard_ilp.search.anyplan import any_plan
@@ -82,14 +82,14 @@ def _search(
         return expected.learn(policy, attempt(graph, traced, request, progress, **known))
 
     need, limit = needed_share(request), request.solver.time_limit
-    began = time.monotonic()
+    began = clock()
     found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
     if found.plan is None:
         make = _maker(request, progress, mode=traced.mode, batch_size=traced.batch_size)
-        left = limit - (time.monotonic() - began)
+        left = limit - (clock() - began)
         plan, failures = any_plan(found.failures, request, progress, make, left)
         return with_history(plan, policies, failures)
-    left = limit - (time.monotonic() - began)
+    left = limit - (clock() - began)
     return found.proved(without_ties(with_history(found.plan, policies, found.failures), progress, left))
 
 
@@ -173,11 +173,11 @@ def needed_share(request: Request) -> Callable[[Plan | Failure], float]:
 
 def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **options: Any) -> Plan:
     """:func:`attempt`; raises InfeasibleError when nothing fits."""
-    began = time.monotonic()
+    began = clock()
     found = attempt(step, infos, request, progress, **options)
     if isinstance(found, Failure):
         return any_plan([found], request, progress, _maker(request, progress, **options))[0]
-    return without_ties(found, progress, request.solver.time_limit - (time.monotonic() - began))
+    return without_ties(found, progress, request.solver.time_limit - (clock() - began))
 
 
 def with_history(plan: Plan, policies: Sequence[str], failures: Sequence[Failure]) -> Plan:

@@ -148,6 +148,7 @@ def plan(
         "strict": strict,
         "remat": remat,
     }
+    api.compile_ahead()  # while the model's libraries load
     with contextlib.redirect_stdout(sys.stderr):  # a model's own prints are no result
         factory = factory_of(model, sequence_length)
         found = api.optimize(factory, spec, budget, pins=pins or None, verify=compiled, **options)

@@ -268,7 +268,9 @@ def sweep(
 
 
 def _model(text: str, sequence_length: int | None) -> Any:
+    from autoshard_ilp.api import compile_ahead
 
+    compile_ahead()  # while the model's libraries load
     return factory_of(text, sequence_length)
 
 

@@ -22,6 +22,12 @@ from autoshard_ilp.graph import BOUNDARY, Graph, Op, is_batch
 from autoshard_ilp.rules.rule import OpView, Rule
 
 
+def buffers_under(graph: Graph, profile: Any, devices: int) -> Buffers:
+    """The buffers of a graph on hardware of a profile, on so many devices."""
+    family, fused = getattr(profile, "family", ""), getattr(profile, "fused_kernels", "more")
+    return analyse(graph, family, fused == "more", devices)
+
+
 @dataclass(frozen=True, eq=False)
 class Facts:
     """See the module docstring; one entry per op where there are several.
@@ -52,10 +58,11 @@ class Facts:
         restriction_key: Callable[[Op], Any] = lambda op: None,
         fold_layers: bool = True,
         devices: int = 1,
+        buffers: Buffers | None = None,
     ) -> Facts:
-        """Everything about a graph under a profile, on so many devices."""
+        """Everything about a graph under a profile, on so many devices; its ``buffers``, where they are known."""
         family = getattr(profile, "family", "")
-        buffers = analyse(graph, family, getattr(profile, "fused_kernels", "more") == "more", devices)
+        buffers = buffers_under(graph, profile, devices) if buffers is None else buffers
         kinds, rules = _rules(graph, rule_of)
         return Facts(
             graph,

@@ -267,10 +267,10 @@ def plan_of(problem: Problem, solution: Any, progress: Any, like: Any) -> Any:
 class FailedProblem(Failure):
     """A failure that remembers its problem, for the next question."""
 
-    problem: Problem | None
+    problem: Problem | None = None
 
     def without_tables(self) -> FailedProblem:
-        return replace(self, table=None, built=None, problem=None)
+        return replace(self, tables=None, problem=None)
 
 
 def failure_of(problem: Problem, solution: Any) -> FailedProblem:
@@ -278,8 +278,8 @@ def failure_of(problem: Problem, solution: Any) -> FailedProblem:
     request = problem.request
     shapes = path_shapes(problem.step.graph)
     pinned = resolve_pins(request.pins, shapes, request.mesh.axis_names, request.mesh.axis_sizes)
-    built = replace(problem.built, program=problem.program)
-    return FailedProblem(problem.step, problem.infos, problem.table, built, solution, pinned, problem)
+    own = replace(problem, built=replace(problem.built, program=problem.program))
+    return FailedProblem(problem.step, problem.infos, lambda: own, solution, pinned, problem=problem)
 
 
 def need_paths(text: str, paths: Sequence[str]) -> InputShapeError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +31,7 @@ from autoshard_ilp.explore.differences import Difference, collective_differences
 from autoshard_ilp.explore.soon import put_together
 from autoshard_ilp.pins import class_masks, path_shapes
 from autoshard_ilp.plan import Plan
+from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.sharding import Layout, divisible_layouts, to_partition_spec
 
@@ -182,10 +182,10 @@ def explain(plan: Plan, path: str, *, time_limit: float = 60.0, progress: Any = 
         base, notes = _base(problem, paths, layouts, shown)
         known = _translated(plan, base)
         order = sorted(layouts, key=lambda layout: layout != own)
-        deadline = time.monotonic() + time_limit
+        deadline = clock() + time_limit
         found = []
         for position, layout in enumerate(order):
-            share = max(0.0, deadline - time.monotonic()) / (len(order) - position)
+            share = max(0.0, deadline - clock()) / (len(order) - position)
             try:
                 found.append(_alternative(plan, base, known, paths, layout, layout == own, share, shown))
             except KeyboardInterrupt:

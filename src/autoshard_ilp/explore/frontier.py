@@ -11,7 +11,6 @@ is found there.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.explore.again import Known, Problem, solved
+from autoshard_ilp.program.kernels.loading import clock
 
 INTERRUPTED = "interrupted"
 SAME = 1e-9
@@ -126,7 +126,7 @@ class Frontier:
     Args:
         policies: one per rematerialisation policy, in order of preference.
         most: probes allowed.
-        deadline: monotonic seconds.
+        deadline: seconds of :func:`autoshard_ilp.program.kernels.loading.clock`.
         progress: an :class:`autoshard_ilp.progress.Progress`.
     """
 
@@ -138,7 +138,7 @@ class Frontier:
 
     def left(self) -> float:
         """Seconds."""
-        return max(0.0, self.deadline - time.monotonic())
+        return max(0.0, self.deadline - clock())
 
     def probe(self, budget: int | None) -> Probe | None:
         """The best plan within a budget over all policies; None when none is found.

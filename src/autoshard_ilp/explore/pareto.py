@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +14,7 @@ from autoshard_ilp.explore import show
 from autoshard_ilp.explore.frontier import INTERRUPTED, SAME, Frontier, Policy, Probe
 from autoshard_ilp.explore.source import Source
 from autoshard_ilp.plan import Plan
+from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.units import format_bytes, parse_bytes
 
@@ -215,7 +215,7 @@ def pareto(
             options["mode"] = "train" if mode is None else mode
             aim, chosen = "step_time" if objective is None else objective, "auto" if remat is None else remat
             source, request, policies = _of_model(model, mesh, options, hardware, pins, aim, solver, chosen, shown)
-        deadline = time.monotonic() + (math.inf if time_limit is None else time_limit)
+        deadline = clock() + (math.inf if time_limit is None else time_limit)
         different = source.different(policies, request.profile, shown, between=True)
         problems = [Policy(source.problem(p, request, shown)) for p in different]
         search = Frontier(problems, max_points, deadline, shown)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,9 @@ from autoshard_ilp.explore.soon import ENOUGH, of_tied, soon
 from autoshard_ilp.garbage import old_objects_left
 from autoshard_ilp.graph.equal import has_one_copy
 from autoshard_ilp.plan import Plan
+from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.progress import Progress
+from autoshard_ilp.search.attempt import Failure
 from autoshard_ilp.search.fewerblocks import is_infeasible
 from autoshard_ilp.search.halving import Left, cheapest, for_any_plan, solve_divided
 from autoshard_ilp.search.untied import NODES, without_ties
@@ -160,7 +161,7 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         limits["enough"] = ENOUGH if quickly else 0.0
         return expected.learn(policy, _again(plan, known.get(policy), policy, request, progress, **limits))
 
-    need, limit, began = needed_share(request), request.solver.time_limit, time.monotonic()
+    need, limit, began = needed_share(request), request.solver.time_limit, clock()
     some = DEAR_SHARE if quickly else SOME_SHARE  # every other policy is to be priced
     found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need, some=some)
     if found.plan is None:
@@ -168,11 +169,11 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         def make(failure: Any, solution: Any) -> Plan:
             return plan_of(failure.problem, solution, progress, plan)
 
-        made, failures = any_plan(found.failures, request, progress, make, limit - (time.monotonic() - began))
+        made, failures = any_plan(found.failures, request, progress, make, limit - (clock() - began))
         return with_history(made, policies, failures)
     made = with_history(found.plan, policies, found.failures)
     if made.trail is not None and len(made.trail.graph.ops) <= NODES:
-        made = without_ties(made, progress, limit - (time.monotonic() - began))
+        made = without_ties(made, progress, limit - (clock() - began))
     return found.proved(made)
 
 
@@ -202,7 +203,7 @@ def _alike(plan: Plan, request: Any, policies: tuple[str, ...]) -> bool:
     return same and policies == plan.trail.policies and request.solver.strict == old.solver.strict
 
 
-def _others_fit(plan: Plan, known: Mapping[str, _Attempt], request: Any, progress: Progress) -> bool:
+def _others_fit(plan: Plan, known: Mapping[str, _Attempt | Failure], request: Any, progress: Progress) -> bool:
     """Whether other policies, which did not fit, may do so now."""
     assert plan.trail is not None
     failed = [f.step.remat for f in plan.trail.failures]
@@ -210,14 +211,20 @@ def _others_fit(plan: Plan, known: Mapping[str, _Attempt], request: Any, progres
     return any(isinstance(answer, Plan) or not is_infeasible(answer) for answer in answers)
 
 
-def _attempts(plan: Plan, request: Any) -> dict[str, _Attempt]:
-    """Problems of this step that are priced already, by rematerialisation policy; none where its graph is another."""
+def _attempts(plan: Plan, request: Any) -> dict[str, _Attempt | Failure]:
+    """Problems of this step that are priced already, by rematerialisation policy; none where its graph is another.
+
+    Of what does not fit however it is divided, only that."""
     trail, step = plan.trail, plan.executable
     assert trail is not None and step is not None
     if step.traced is not None and step.one_copy != has_one_copy(request.profile):
         return {}
-    found = {plan.remat_policy: _Attempt(problem_of(plan), trail.solution)}
+    old = trail.request
+    found: dict[str, _Attempt | Failure] = {plan.remat_policy: _Attempt(problem_of(plan), trail.solution)}
     for f in trail.failures:
+        if f.least_bytes > request.capacity and (request.mesh, request.profile) == (old.mesh, old.profile):
+            found[f.step.remat] = f
+            continue
         own = f.problem if isinstance(f, FailedProblem) else None
         first = Problem(f.step, f.infos, f.table, f.built, trail.request, trail.request, f.built.program)
         found[f.step.remat] = _Attempt(own or first, f.solution)
@@ -226,7 +233,7 @@ def _attempts(plan: Plan, request: Any) -> dict[str, _Attempt]:
 
 def _again(
     plan: Plan,
-    known: _Attempt | None,
+    known: _Attempt | Failure | None,
     policy: str,
     request: Any,
     progress: Progress,
@@ -241,6 +248,8 @@ def _again(
     :func:`autoshard_ilp.search.halving.solve_divided`."""
     from autoshard_ilp.graph.step import graph_of
 
+    if isinstance(known, Failure):
+        return known
     facts = Known()
     if known is None:
         assert plan.executable is not None
@@ -255,7 +264,7 @@ def _again(
                 return failure_of(first, failed)
             facts = known_from(known.solution, known.problem, first)
 
-    limit, began = min(seconds, request.solver.time_limit), time.monotonic()
+    limit, began = min(seconds, request.solver.time_limit), clock()
 
     def solve(problem: Any, start: Any, seconds: float, **keywords: Any) -> Any:
         own = facts if problem is first else Known(() if start is None else (start,))

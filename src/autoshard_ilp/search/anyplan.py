@@ -9,7 +9,6 @@ finds one where a budget leaves few others. From that plan on the solver looks f
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.pins import class_masks, masked, path_shapes
 from autoshard_ilp.plan import Plan
+from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request
 from autoshard_ilp.search.attempt import Failure
@@ -59,7 +59,7 @@ def any_plan(
     """
     smallest = list[int]()
     opened = [f for f in failures if f.solution.status != "infeasible" and f.built is not None]
-    began = time.monotonic()
+    began = clock()
 
     def found(failure: Failure, choices: Any, by: str) -> tuple[Plan, list[Failure]]:
         plan = make(failure, _improved(failure, request, progress, choices))
@@ -70,7 +70,7 @@ def any_plan(
         if choices is not None:
             return found(failure, choices, "dividing all weights among all devices")
     for failure in reversed(opened):
-        choices, peak = _holding_least(failure, request, left - (time.monotonic() - began))
+        choices, peak = _holding_least(failure, request, left - (clock() - began))
         if choices is not None:
             return found(failure, choices, "its memory")
         smallest += [] if peak is None else [peak]

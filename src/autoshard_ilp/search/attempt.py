@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from autoshard_ilp.graph.step import Step, loop_notes
 from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.pins import Pinned, path_shapes, resolve_pins, whole_seeds
 from autoshard_ilp.plan import Plan, Trail, leaves
+from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request, recipe
 from autoshard_ilp.search.division import HALF
@@ -36,26 +36,54 @@ ROLES = {
 """Memory category of an argument's role; everything else counts as inputs."""
 
 
+class Tables(Protocol):
+    """A cost table, and the program built from it."""
+
+    @property
+    def table(self) -> Any:
+        """A :class:`~autoshard_ilp.costs.table.CostTable`."""
+
+    @property
+    def built(self) -> Any:
+        """A :class:`~autoshard_ilp.costs.build.Built`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Failure:
-    """A step for which no plan was found, with what explains it."""
+    """A step for which no plan was found, with what explains it.
+
+    Attributes:
+        tables: gives its table and program, which are made only now where nothing was to be solved; None: let go.
+        least_bytes: per device, that the step is known to need whatever is decided (:mod:`autoshard_ilp.costs.least`).
+    """
 
     step: Step
     infos: Any
-    table: Any
-    built: Any
+    tables: Callable[[], Tables] | None
     solution: Any
     pinned: Pinned
+    least_bytes: int = 0
+
+    @property
+    def table(self) -> Any:
+        """The cost table, if it is kept."""
+        return None if self.tables is None else self.tables().table
+
+    @property
+    def built(self) -> Any:
+        """The program with what its lifetimes stand for, if it is kept."""
+        return None if self.tables is None else self.tables().built
 
     def without_tables(self) -> Failure:
         """Only that it failed: between policies that is all that matters, and the tables hold much memory."""
-        return replace(self, table=None, built=None)
+        return replace(self, tables=None)
 
 
 def left_of(answer: Plan | Failure) -> Left | None:
     """Where an attempt ended without proof; None where there is nothing to go on from."""
     if isinstance(answer, Failure):
-        return None if answer.table is None else Left.of(answer.table.first_share, answer.solution)
+        gone = answer.tables is None or answer.solution.status == "infeasible"
+        return None if gone else Left.of(answer.table.first_share, answer.solution)
     return None if answer.trail is None else Left.of(answer.trail.costs.first_share, answer.trail.solution)
 
 
@@ -148,7 +176,12 @@ def attempt(
     """
     from autoshard_ilp.program import solve
 
-    facts = functools.cache(lambda: read(step.graph, request))
+    with progress.stage("strategies"):
+        buffers = None if before is not None else buffers_of(step.graph, request)
+        least = 0 if buffers is None else needed(step.graph, request, buffers)
+    if least > request.capacity:
+        return hopeless(step, infos, request, buffers, least)
+    facts = functools.cache(lambda: read(step.graph, request, buffers=buffers))
 
     def priced(first_share: float) -> Priced:
         if before is not None and before.trail is not None and before.trail.costs.first_share == first_share:
@@ -171,7 +204,7 @@ def attempt(
         with progress.stage("proof"):
             return free_bound(problem, plan, request, seconds)
 
-    limit, began = min(seconds, request.solver.time_limit), time.monotonic()
+    limit, began = min(seconds, request.solver.time_limit), clock()
     parts: dict[str, Any] = {"free_part": free_part, "bound_part": bound_part, "left_before": left_before}
     parts |= {"divided_part": divided_part, "by_kind": by_kind, "free_bound": without_budget}
     found, solution, notes = solve_divided(priced, solved, limit, cutoff=cutoff, surely=surely, **parts)
@@ -181,9 +214,37 @@ def attempt(
     if solution.status == "feasible" and solution.choices is None and math.isinf(cutoff):
         solution = with_whole_tensors(found, solution)
     if solution.status == "infeasible" or solution.choices is None:
-        return Failure(step, infos, table, built, solution, found.pinned)
+        return Failure(step, infos, lambda: found, solution, found.pinned)
     plan = assemble(step, infos, request, progress, table, built, solution, mode, batch_size, dict(origin or {}))
     return replace(plan, notes=(*plan.notes, *notes))
+
+
+def buffers_of(graph: Any, request: Request) -> Any:
+    """When the buffers of a graph are held."""
+    from autoshard_ilp.costs.facts import buffers_under
+
+    return buffers_under(graph, request.profile, request.mesh.size)
+
+
+def needed(graph: Any, request: Request, buffers: Any) -> int:
+    """Bytes per device that a step holds whatever is decided."""
+    from autoshard_ilp.costs.least import least_bytes
+
+    return least_bytes(graph, request.profile, buffers, request.mesh.size)
+
+
+def hopeless(step: Step, infos: Any, request: Request, buffers: Any, least: int) -> Failure:
+    """The failure of a step that needs more than there is whatever is decided; it is priced when someone asks."""
+    from autoshard_ilp.program.model import Solution
+
+    @functools.cache
+    def tables() -> Priced:
+        facts, pinned = read(step.graph, request, buffers=buffers)
+        table = price(facts, pinned, request)
+        return Priced(table, build(step, infos, table, request), pinned, infos, request.mesh)
+
+    solution = Solution("infeasible", None, math.inf, math.inf, 0, 0.0, {"minimum_capacity_bound": least})
+    return Failure(step, infos, tables, solution, honoured(step.graph, request), least)
 
 
 def free_bound(problem: Priced, plan: np.ndarray, request: Request, seconds: float) -> float:
@@ -225,10 +286,10 @@ def with_whole_tensors(problem: Priced, solution: Any) -> Any:
 
 
 @collector_paused()
-def read(graph: Any, request: Request, known: Any = None) -> tuple[Any, Pinned]:
+def read(graph: Any, request: Request, known: Any = None, buffers: Any = None) -> tuple[Any, Pinned]:
     """The facts of a graph that its prices depend on, and the pins that it honours.
 
-    ``known`` are facts of this graph, under other options as it may be.
+    ``known`` are facts of this graph, under other options as it may be; ``buffers`` are its own, where they are known.
     """
     from autoshard_ilp.costs.facts import Facts
     from autoshard_ilp.rules import rule_for
@@ -238,7 +299,8 @@ def read(graph: Any, request: Request, known: Any = None) -> tuple[Any, Pinned]:
     if known is not None and (known.graph, known.profile, known.devices) == asked:
         facts = known.told_apart(pinned.key, request.solver.fold_layers)
     else:
-        facts = Facts.of(graph, rule_for, request.profile, pinned.key, request.solver.fold_layers, mesh.size)
+        fold = request.solver.fold_layers
+        facts = Facts.of(graph, rule_for, request.profile, pinned.key, fold, mesh.size, buffers)
     if facts.unknown and request.solver.strict:
         raise UnsupportedModelError(
             "Under strict=True every primitive needs a sharding rule. Received: "

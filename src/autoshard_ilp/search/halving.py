@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from autoshard_ilp.costs.fold import LEAST_SPLIT
+from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.search.between import best_between
 from autoshard_ilp.search.division import HALF, Division, division_of
 from autoshard_ilp.search.kinds import NEARLY, Kept, better_of_its_kind, starts_of_kinds
@@ -183,7 +183,7 @@ def solve_divided(
     make: Callable[[float], P],
     solve: Solve[P],
     time_limit: float,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = clock,
     cutoff: float = math.inf,
     surely: bool = False,
     free_part: float = 1.0,
@@ -559,11 +559,11 @@ def within(options: Any, seconds: float) -> Any:
 
 
 def for_any_plan(keywords: Mapping[str, Any], ends: float) -> dict[str, Any]:
-    """Keywords of a solve that is over at the monotonic time ``ends`` if no plan is known by then.
+    """Keywords of a solve that is over at the time ``ends`` of its clock if no plan is known by then.
 
     Only where memory is known to bind: the best plan without a budget, and prices, take the time that they take.
     """
     if keywords.get("mixing") or "relaxed" not in keywords:
         return dict(keywords)
-    left = max(0.0, ends - time.monotonic())
+    left = max(0.0, ends - clock())
     return {**keywords, "plan_seconds": min(left, keywords.get("plan_seconds", math.inf))}

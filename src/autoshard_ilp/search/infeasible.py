@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoshard_ilp.errors import InfeasibleError
+from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.request import Request
 from autoshard_ilp.search.attempt import Failure, build, price, read
 from autoshard_ilp.units import format_bytes
@@ -71,12 +71,14 @@ def _smallest_budget(failures: Sequence[Failure], request: Request) -> tuple[Any
     from autoshard_ilp.program.infeasible import SECONDS
 
     likely = failures[::-1]
-    deadline = time.monotonic() + min(SECONDS, request.solver.time_limit)
+    deadline = clock() + min(SECONDS, request.solver.time_limit)
     found = list[tuple[Any, int, int, Any]]()
     for failure in likely:
-        left = max(0.0, deadline - time.monotonic())
+        left = max(0.0, deadline - clock())
         seconds = left if failure is likely[-1] else FIRST_PART * left
         beyond = min((upper for _, _, upper, _ in found), default=None)
+        if beyond is not None and failure.least_bytes >= beyond:
+            continue
         answer = minimum_capacity(failure.built.program, request.solver, beyond=beyond, seconds=seconds)
         found.append((failure.built, *answer))
     built, _, upper, choices = min(found, key=lambda item: item[2])

@@ -20,13 +20,13 @@ the plan with the shortest step is taken. ``plan.notes`` says what was searched.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard_ilp.graph.remat import Policy
 from autoshard_ilp.plan import Plan
+from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.search.fewerblocks import (
     GAIN,
     LONG_GAIN,
@@ -123,7 +123,7 @@ def search(
     tried: Tried,
     blocks_of: Callable[[Any], int],
     time_limit: float,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = clock,
     share: Callable[[Plan], float] = lambda plan: 1.0,
     dear: Callable[[Plan], float] = lambda plan: 0.0,
     need: Callable[[Any], float] = lambda answer: math.nan,

@@ -15,6 +15,7 @@ import numpy as np
 
 from autoshard_ilp.garbage import collector_paused
 from autoshard_ilp.plan import Plan, Trail
+from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.search.attempt import assemble, build, shared, tied_note
 from autoshard_ilp.search.halving import within
@@ -91,7 +92,7 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
     pricing = plan.timings.get("strategies", 0.0) + plan.timings.get("costs", 0.0)
     if seconds < max(LEAST_SECONDS, TIMES * pricing):
         return plan
-    began = time.monotonic()
+    began, start = time.monotonic(), clock()
     solution, binds = trail.solution, bool(trail.solution.report.get("rows"))
     with progress.stage("proof"), collector_paused():
         built = replace(trail.built, program=trail.program)
@@ -99,7 +100,7 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
         prices = dict(solution.report.get("prices") or {}) if binds and not open_ else {}
         step = apart(trail.costs, built, plan.objective, prices)
         known = solution.choices[step.classes]
-        options = within(trail.request.solver, seconds - (time.monotonic() - began))
+        options = within(trail.request.solver, seconds - (clock() - start))
         most_cells = 0 if binds or open_ else CELLS  # prices give a bound, no plan
         found: Any = solve_repeated(
             step.program, step.alike, known, options, most_cells=most_cells, on_progress=progress.tell
@@ -115,7 +116,7 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
             solution.report["priced_bound"] = PricedBound(prices, bound, trail.request.capacity)
         open_gap = solution.objective - bound > CLOSE * solution.objective
         if binds and open_gap and len(step.op_ids) <= NODES:
-            left = PART * (seconds - (time.monotonic() - began))
+            left = PART * (seconds - (clock() - start))
             found = _with_memory(plan, step, known, bound, left, progress)
             bound = max(bound, min(found.lower_bound, plan.lower_bound))
         elif binds:

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: by a process of its own while the step is traced, once per machine.
+"""Kernels compiled ahead: by a process of its own while models load and are traced, once per machine.
 
 Numba compiles a kernel where it is called first, and keeps it in a cache of files. That takes 17 seconds of one core,
 which a first plan would wait for although nothing is to be solved yet: so a second process fills the cache in the

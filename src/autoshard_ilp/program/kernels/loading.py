@@ -13,6 +13,11 @@ def loaded_seconds() -> float:
     return _loaded[0]
 
 
+def clock() -> float:
+    """Monotonic seconds without those: what limits of time, and what was learnt of how long things take, go by."""
+    return time.monotonic() - loaded_seconds()
+
+
 def load(what: Callable[[], object]) -> float:
     """Call ``what``, which does nothing when called again, and count its time.
 
