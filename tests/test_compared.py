@@ -35,7 +35,7 @@ def planned(function: Any, *args: Any) -> Any:
     return plan.jit()(*args)
 
 
-@settings(deadline=None, max_examples=40)  # each compiles a program of its own
+@settings(deadline=None, max_examples=12)  # each compiles a program of its own
 @given(
     rank=st.integers(2, 4),
     axis=st.integers(0, 3),

@@ -193,7 +193,8 @@ def test_folded_and_free_layers_have_the_same_optimum():
 
 
 def test_twice_the_layers_make_no_bigger_program():
-    small, large = (autoshard.optimize(_deep(n), MESH, hardware=toy(), batch_size=64) for n in (6, 12))
+    options = {"hardware": toy(), "batch_size": 64, "solver": autoshard.SolverOptions(time_limit=2)}
+    small, large = (autoshard.optimize(_deep(n), MESH, **options) for n in (6, 12))
     assert len(large.trail.program.nodes) <= 1.1 * len(small.trail.program.nodes)
 
 

@@ -117,7 +117,12 @@ def _compiled(model: keras.Model, loss: Any) -> keras.Model:
 @needs_cuda
 @pytest.mark.parametrize(
     ("build", "batch"),
-    [(multilayer, 65536), (autoencoder, 65536), (normalised, 32768), (language_model, 64)],
+    [
+        (multilayer, 65536),
+        (autoencoder, 65536),
+        (normalised, 32768),
+        pytest.param(language_model, 64, marks=pytest.mark.slow),
+    ],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_peaks_agree(build: Callable[[], keras.Model], batch: int) -> None:

@@ -91,7 +91,11 @@ def test_a_kernel_is_copied_until_the_gradient_of_the_image() -> None:
 @needs_cuda
 @pytest.mark.parametrize(
     ("kernel", "optimizer", "dtype"),
-    [(5, "adam", "float32"), (4, "sgd", "float32"), (5, "adam", "mixed_bfloat16")],
+    [
+        pytest.param(5, "adam", "float32", marks=pytest.mark.slow),
+        (4, "sgd", "float32"),
+        pytest.param(5, "adam", "mixed_bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_the_compiled_peak_of_a_discriminator(kernel: int, optimizer: str, dtype: str) -> None:
     """Once 2.0 of the prediction."""

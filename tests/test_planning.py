@@ -144,7 +144,7 @@ def test_where_the_solver_finds_nothing_a_plan_by_hand_is_better_than_none(monke
     assert plan.cost.total_s <= 1.0001 * by_hand.cost.total_s
 
 
-@pytest.mark.parametrize("remat", ["never", "auto"])
+@pytest.mark.parametrize("remat", [pytest.param("never", marks=pytest.mark.slow), "auto"])
 def test_what_fits_is_found_by_its_memory_where_the_solver_finds_nothing(
     remat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,7 +99,9 @@ def excited(normal: bool) -> Any:
 
 @needs_cuda
 @pytest.mark.cuda
-@pytest.mark.parametrize(("normal", "batch"), [(False, 64), (False, 512), (True, 64)])
+@pytest.mark.parametrize(
+    ("normal", "batch"), [(False, 64), (False, 512), pytest.param(True, 64, marks=pytest.mark.slow)]
+)
 def test_squeeze_and_excitation_takes_what_the_plan_says(normal: bool, batch: int) -> None:
     compiled, planned = peaks_on_h100s(partial(excited, normal), batch)
     assert compiled == pytest.approx(planned, rel=0.05)

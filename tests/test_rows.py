@@ -118,7 +118,9 @@ def test_rows_are_beside_their_copy_where_they_pad_more() -> None:
 
 
 @needs_tpu
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow if c in ("product", "computed") else ()) for c in CASES]
+)
 def test_rows_as_compiled(case: str) -> None:
     """Arrays of all edges are written in rows where the rule says so, and are copied where it says that."""
     function, args, kept, _ = CASES[case]
@@ -136,6 +138,7 @@ def test_rows_as_compiled(case: str) -> None:
 
 
 @needs_tpu
+@pytest.mark.slow
 def test_peak_of_a_graph_network() -> None:
     """2097152 messages of 64 numbers: 1170 MB are compiled, of which 52 were predicted without rows."""
     import keras

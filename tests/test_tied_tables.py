@@ -106,6 +106,7 @@ def test_the_backward_pass_waits_for_the_value_of_the_loss(plan: autoshard.Plan)
 
 @needs_cuda
 @pytest.mark.cuda
+@pytest.mark.slow
 def test_the_logits_are_not_held_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     build = functools.partial(language_model, HIDDEN)
     plan = autoshard.optimize(build, MESH, hardware="h100", remat="full", **OPTIONS)

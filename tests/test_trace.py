@@ -51,7 +51,7 @@ def _paths(traced, role):
 
 @pytest.mark.parametrize(
     "name",
-    ["mlp_accumulation_ema", "mlp_loss_scaling", "custom_train_step"],
+    [pytest.param("mlp_accumulation_ema", marks=pytest.mark.slow), "mlp_loss_scaling", "custom_train_step"],
 )
 def test_jaxpr_computes_what_keras_computes(name):
     """Evaluating the jaxpr of an abstract build equals train_step of an eager build with the same seed."""
