@@ -254,6 +254,19 @@ def test_an_interrupt_that_a_library_turns_into_an_error_of_its_own(monkeypatch)
     assert fails(130, *PLAN) == "interrupted"
 
 
+def test_a_preset_does_not_load_tensorflow():
+    """Which KerasHub would do, for seconds and for nothing; whoever wants it afterwards gets it."""
+    pytest.importorskip("keras_hub")
+    code = (
+        "import sys; from autoshard_ilp.console import prepare; prepare()\n"
+        "from autoshard_ilp.cli.arguments import factory_of\n"
+        "build = factory_of('hub:gpt2_small?layers=1', 16)\n"
+        "import keras_hub; print('tensorflow' in sys.modules, keras_hub.models.GPT2Backbone.__name__, callable(build))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "GPT2Backbone", "True"]
+
+
 def test_an_interrupt_that_python_drops_comes_again(monkeypatch):
     class Dropping:
         def __del__(self):

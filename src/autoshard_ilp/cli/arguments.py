@@ -6,7 +6,8 @@ import ast
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard_ilp.console import quiet_native_logs
@@ -20,7 +21,7 @@ def factory_of(model: str, sequence_length: int | None) -> Callable[[], Any]:
 
         factory = load_model_factory(model, sequence_length=sequence_length)
         if model.startswith("hub:"):
-            with contextlib.suppress(ImportError):  # the factory says what to install
+            with contextlib.suppress(ImportError), _without_tensorflow():  # the factory says what to install
                 import keras_hub  # noqa: F401
         import jax
 
@@ -44,6 +45,18 @@ def factory_of(model: str, sequence_length: int | None) -> Callable[[], Any]:
             ) from error
 
     return build
+
+
+@contextlib.contextmanager
+def _without_tensorflow() -> Iterator[None]:
+    """KerasHub loads TensorFlow where it finds it, which takes seconds, for tokenizers, which no plan needs."""
+    hidden = [name for name in ("tensorflow", "tensorflow_text") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
