@@ -19,18 +19,6 @@ ROOM = autoshard.SolverOptions(time_limit=2)
 MESH = {"data": 4}
 
 
-def least_of_program(program: Any) -> int:
-    """The largest sum, over instants, of what every owner holds at least; on a chip, as much as it may hold there."""
-    lt, change = program.lifetimes, np.zeros(int(program.lifetimes.end.max()) + 1)
-    for is_edge, owner, start, end in zip(lt.is_edge, lt.owner, lt.start, lt.end, strict=True):
-        held = (program.edges if is_edge else program.nodes)[owner].bytes
-        change[start] += 0 if held is None else np.min(held)
-        change[end] -= 0 if held is None else np.min(held)
-    held = np.cumsum(change)[:-1]
-    held[: program.on_chip_instants] -= program.on_chip_bytes
-    return int(held.max())
-
-
 def without_chip_memory(name: str) -> Any:
     """These models are so small that all of them would be there."""
     return dataclasses.replace(profile(name), vector_memory_bytes=0)
@@ -46,7 +34,7 @@ def test_no_program_counts_less(name: str) -> None:
     for chip in (profile("h100"), without_chip_memory("tpu-v5e"), without_chip_memory("tpu-v5p"), profile("cpu-host")):
         trail: Any = plan.what_if(hardware=chip).trail
         bound = least_bytes(trail.graph, chip, trail.costs.buffers, 4)
-        least = least_of_program(trail.built.program)
+        least = trail.built.program.least_peak()
         assert 0 < bound <= least, chip.name
         if chip.name == "h100" and name in ("resnet", "llama"):  # no loops; TPUs pad tensors as small as these
             assert bound > 0.5 * least, "a bound that says nothing"
