@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autoshard_ilp.costs.gpu.splits import Branches
 from autoshard_ilp.costs.primitives import REDUCTIONS, VIEWS, fusible
 from autoshard_ilp.graph import BOUNDARY, Graph, Op
 
@@ -46,6 +47,7 @@ def worth_writing(graph: Graph, root: Sequence[int], stored: np.ndarray, several
 
     As XLA:GPU does (``priority_fusion``), what saves most is fused first: the bytes of a tensor, written once and read
     by each of its kernels, against those of what it is computed of, which each kernel must read that does not anyway.
+    Nothing is fused that makes too many branches (:mod:`.costs.gpu.splits`).
 
     Args:
         root: per tensor, the tensor whose buffer a view reads.
@@ -54,6 +56,13 @@ def worth_writing(graph: Graph, root: Sequence[int], stored: np.ndarray, several
     """
     held = (stored | several).tolist()
     inside = kernels_of_operations(graph, root, held)
+    branches = Branches(graph, root, held, inside)
+    if branches.repeated:
+        several = several.copy()
+        several[sorted(branches.repeated)] = True
+        held = (stored | several).tolist()
+        inside = kernels_of_operations(graph, root, held)
+        branches = Branches(graph, root, held, inside)
     reads = _buffers(graph, root, held, inside)
     readers: dict[int, set[int]] = {}  # of each buffer
     for kernel, buffers in reads.items():
@@ -72,10 +81,11 @@ def worth_writing(graph: Graph, root: Sequence[int], stored: np.ndarray, several
     while queue:
         known, t = heapq.heappop(queue)
         now = saved(t) if t in written else -1.0
-        if now != -known or now < 0:
+        if now != -known or now < 0 or not branches.allow(t, readers.get(t, ())):
             continue  # there is a newer entry, or it is written
         written.remove(t)
         of, by = reads.pop(~t, set()), readers.pop(t, set())
+        branches.fuse(t, by, of)
         for buffer in of:
             readers[buffer] = readers[buffer] - {~t} | by
         for kernel in by:
