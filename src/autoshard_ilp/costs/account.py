@@ -59,6 +59,7 @@ class Account:
         self.known = known_from_the_start(table.graph) if self.family == "tpu" else ()
         self.gathered = gathered_together(table.graph, table.buffers, self.family)
         self.reduced = reduced_together(table.graph, table.buffers, self.family)
+        self._paddings: dict[Any, np.ndarray] = {}  # asked for many copies alike
         self.fastest_of: dict[int, tuple[int, ...]] = {}  # on a TPU, where not any two dimensions may vary fastest
         if self.family == "tpu":
             products, images = of_batched_products(table.graph), through_convolutions(table.graph)
@@ -102,11 +103,24 @@ class Account:
 
     def padding(self, table: CostTable, tensor: int, local: Sequence[int]) -> float:
         """Bytes of a tensor in a TPU's tiles over its own bytes, where it has a shape on one device."""
+        row, fastest = self._order(table, tensor)
+        return padding(tuple(local), fastest) if row is None else row_padding(local, row)
+
+    def paddings(self, table: CostTable, tensor: int, ends: tuple[Any, ...]) -> np.ndarray:
+        """The same in each of some layouts; 1 where a copy arrives otherwise (None, or what a flow calls it)."""
+        shape, sizes = table.graph.tensors[tensor].shape, table.axis_sizes
+        key = shape, ends, *self._order(table, tensor)
+        if key not in self._paddings:
+            plain = [end is not None and not any(isinstance(a, str) for a in end) for end in ends]
+            shapes = [local_shape(shape, end, sizes) if p else () for p, end in zip(plain, ends, strict=True)]
+            self._paddings[key] = np.array([self.padding(table, tensor, s) if s else 1.0 for s in shapes])
+        return self._paddings[key]
+
+    def _order(self, table: CostTable, tensor: int) -> tuple[int | None, tuple[int, ...]]:
+        """What decides in which order a TPU keeps the dimensions: rows, or those of which one varies fastest."""
         root = int(table.buffers.root[tensor])
         same = len(table.graph.tensors[root].shape) == len(table.graph.tensors[tensor].shape)
-        if tensor in self.rows_of.kept:
-            return row_padding(local, self.rows_of.kept[tensor])
-        return padding(tuple(local), self.fastest_of.get(root, ()) if same else ())
+        return self.rows_of.kept.get(tensor), tuple(self.fastest_of.get(root, ())) if same else ()
 
     def hold(
         self,

@@ -27,7 +27,7 @@ from autoshard_ilp.costs.tpu.carried import count_gathers_twice, count_twice
 from autoshard_ilp.costs.tpu.heap import loses, with_holes
 from autoshard_ilp.costs.tpu.onchip import keep_on_chip, largest_bytes, vector_bytes
 from autoshard_ilp.program.model import Edge, Node, Program
-from autoshard_ilp.sharding import WHOLE, local_shape
+from autoshard_ilp.sharding import WHOLE
 
 OBJECTIVES = ("step_time", "communication")
 TIE_BREAK = 1e-6
@@ -133,11 +133,7 @@ def _edge(table: CostTable, flow: Flow, index: int, account: Account, costs: lis
 
 def _in_tiles(table: CostTable, flow: Flow, account: Account, ends: Sequence[Any], copies: np.ndarray) -> np.ndarray:
     """Bytes of copies on a TPU, whose memory is tiled."""
-    tensor = flow_tensor(table, flow)
-    plain = [end is None or any(isinstance(a, str) for a in end) for end in ends]
-    shapes = [() if p else local_shape(tensor.shape, end, table.axis_sizes) for p, end in zip(plain, ends, strict=True)]
-    pads = [account.padding(table, tensor.id, shape) if shape else 1.0 for shape in shapes]
-    return np.ceil(copies * np.array(pads)).astype(np.int64)
+    return np.ceil(copies * account.paddings(table, flow_tensor(table, flow).id, tuple(ends))).astype(np.int64)
 
 
 def _only_sliced(table: CostTable, flow: Flow, starts: Sequence[Any], ends: Sequence[Any]) -> np.ndarray:
