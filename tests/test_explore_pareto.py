@@ -215,6 +215,8 @@ def test_a_legend_covers_no_line(frontier):
     assert legend.get_window_extent().y1 <= ours.axes[0].get_window_extent().y0
     ax = matplotlib.Figure().subplots()
     frontier.plot(ax)
+    with pytest.raises(autoshard.InputShapeError, match="ax is a matplotlib Axes"):
+        frontier.plot(ax=3)
     assert ax.get_legend() is not None
 
 

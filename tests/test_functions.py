@@ -274,8 +274,8 @@ def test_an_explicitly_donated_argument_finds_its_result_at_another_position():
     def fn(batch, state):
         return jnp.mean(batch), {"x": state["x"] + jnp.sum(batch)}
 
-    traced = trace_function(fn, (jnp.ones((2, 3)), {"x": jnp.ones(4)}), donate_argnums=1)
-    assert traced.aliases == {1: 1}
+    traced = trace_function(fn, (jnp.ones((2, 3)), {"x": jnp.ones(4)}), donate_argnums=np.int64(1))
+    assert traced.aliases == {1: 1} and traced.donated == (1,)
     assert [r.path for r in traced.results] == ["outputs/0", "args/1/x"]
 
 

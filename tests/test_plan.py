@@ -125,6 +125,8 @@ def test_a_plan_shows_itself(plan: autoshard.Plan) -> None:
     for part in ("kernel", "optimal", "data=2, model=4", "toy", "all-"):
         assert part in text
     assert "optimal" in repr(plan) and "\n" not in repr(plan)
+    size = autoshard.units.format_bytes(plan.memory.peak_bytes).split(" (")[0]
+    assert repr(plan).endswith(f", peak {size})") and "B" in size and not size.startswith("0.0")
     page = plan._repr_html_()
     assert "kernel" in page and page.startswith("<") and "<script" not in page
     assert max(map(len, plan.summary(width=90).splitlines())) <= 90

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard_ilp import _jax_compat as compat
+from autoshard_ilp.arguments import integer
 from autoshard_ilp.errors import AutoshardError, InputShapeError, UnsupportedModelError
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.processes import announced
@@ -228,11 +229,12 @@ def _positions(donate_argnums: Donate, n_args: int) -> tuple[int, ...] | None:
         positions: tuple[Any, ...] = (donate_argnums,)
     else:
         positions = tuple(donate_argnums) if isinstance(donate_argnums, Iterable) else (donate_argnums,)
-    if any(isinstance(p, bool) or not isinstance(p, int) or not -n_args <= p < n_args for p in positions):
+    numbers = [integer(p) for p in positions]
+    if any(p is None or not -n_args <= p < n_args for p in numbers):
         raise InputShapeError(
             f'donate_argnums is "auto" or positions of the {n_args} arguments. Received: {donate_argnums!r}.'
         )
-    return tuple(sorted({p % n_args for p in positions}))
+    return tuple(sorted({p % n_args for p in numbers if p is not None}))
 
 
 def _donation_note(donated: tuple[int, ...]) -> str:

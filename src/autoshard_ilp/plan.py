@@ -17,6 +17,7 @@ from autoshard_ilp.mesh import MeshSpec
 from autoshard_ilp.placement import Placement, decisions
 from autoshard_ilp.report import Cost, Memory, PlannedCollective
 from autoshard_ilp.sharding import Layout, to_partition_spec
+from autoshard_ilp.units import format_bytes
 
 if TYPE_CHECKING:  # what later stages answer with
     from autoshard_ilp.explore.compare import Comparison
@@ -446,9 +447,10 @@ class Plan:
         write(self, path)
 
     def __repr__(self) -> str:
+        peak = format_bytes(self.memory.peak_bytes).partition(" (")[0]
         return (
             f"Plan({self.status}, {self.mode} step on {self.mesh} of {self.hardware}: "
-            f"{self.cost.total_s * 1e3:.3f} ms, gap {self.gap:.2%}, peak {self.memory.peak_bytes / 1e9:.2f} GB)"
+            f"{self.cost.total_s * 1e3:.3f} ms, gap {self.gap:.2%}, peak {peak})"
         )
 
     def _repr_html_(self) -> str:

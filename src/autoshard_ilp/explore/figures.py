@@ -6,14 +6,21 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from autoshard_ilp.errors import InputShapeError
 from autoshard_ilp.plots.colours import INK, LAYERS, OTHER
 
 SIZE_INCHES = (7.0, 4.0)
 
 
 def axes(ax: Any = None, size: tuple[float, float] = SIZE_INCHES) -> tuple[Any, Any]:
-    """A figure and axes to draw into; ImportError says what to install."""
+    """A figure and axes to draw into; ImportError says what to install.
+
+    Raises:
+        InputShapeError: ``ax`` is given, but is none of matplotlib's.
+    """
     if ax is not None:
+        if not (hasattr(ax, "plot") and hasattr(ax, "figure")):
+            raise InputShapeError(f"ax is a matplotlib Axes, or None for a new figure. Received: {ax!r}.")
         return ax.figure, ax
     try:
         from autoshard_ilp.plots.base import PlanFigure
