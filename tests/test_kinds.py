@@ -11,9 +11,10 @@ import pytest
 from keras import layers
 
 import autoshard_ilp as autoshard
+from autoshard_ilp.explore.again import problem_of
 from autoshard_ilp.pins import boundary_layouts
 from autoshard_ilp.program.model import Node, Program
-from autoshard_ilp.search import attempt, kinds
+from autoshard_ilp.search import attempt, halving, kinds
 from autoshard_ilp.search.kinds import kinds_of, of_coarser_meshes, starts_of_kinds
 from autoshard_ilp.search.recipes import RECIPES
 
@@ -22,6 +23,15 @@ MESH = {"data": 2, "model": 2}
 
 def dense() -> keras.Model:
     model = keras.Sequential([keras.Input((256,)), layers.Dense(512, activation="relu"), layers.Dense(256)])
+    model.compile(optimizer="adam", loss="mse")
+    return model
+
+
+def deep() -> keras.Model:
+    x = inputs = keras.Input((256,))
+    for i in range(6):
+        x = x + layers.Dense(256, name=f"down_{i}")(layers.Dense(512, activation="relu", name=f"up_{i}")(x))
+    model = keras.Model(inputs, x)
     model.compile(optimizer="adam", loss="mse")
     return model
 
@@ -93,15 +103,39 @@ def test_coarser_meshes_come_in_the_order_of_how_much_a_plan_is_like_them() -> N
     assert list(of_coarser_meshes(Program(nodes, ()), np.zeros(3, int))) == []
 
 
-def test_coarser_meshes_come_before_what_people_write() -> None:
+@pytest.mark.parametrize("asked_again", [False, True])
+def test_coarser_meshes_come_before_what_people_write(asked_again: bool) -> None:
+    """When planning, and for questions about a plan."""
     trail = planned().trail
-    problem = attempt.Priced(trail.costs, trail.built, None, trail.infos, trail.request.mesh)
+    priced = attempt.Priced(trail.costs, trail.built, None, trail.infos, trail.request.mesh)
+    problem: Any = problem_of(planned()) if asked_again else priced
     choices, recipes = trail.solution.choices, kept_of(planned())
     every = list(problem.kinds(choices, 0.0))
     assert len(every) == len(trail.program.families()) + len(recipes)
     assert len(list(problem.kinds(None, 0.0))) == len(recipes)
     shares = [np.mean([mask[s] for mask, s in zip(kept, choices, strict=True)]) for kept in every[: -len(recipes)]]
     assert shares == sorted(shares, reverse=True)
+
+
+@pytest.mark.parametrize("pins", [None, {"up_1/kernel$": (None, "model")}])
+def test_a_question_goes_on_from_plans_of_kinds(pins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where prices have shown no plan that is good enough."""
+    monkeypatch.setattr(halving, "POOR", -1.0)
+    monkeypatch.setattr(halving, "division_of", lambda *_: None)
+    looked, start = list[int](), halving.starts_of_kinds
+
+    def spy(*args: Any, **options: Any) -> Any:
+        found = start(*args, **options)
+        looked.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(halving, "starts_of_kinds", spy)
+    options: dict[str, Any] = {"hardware": "h100", "batch_size": 4096, "remat": "never", "progress": False}
+    plan = autoshard.optimize(deep, MESH, **options)
+    budget = int(0.7 * plan.memory.peak_bytes)
+    solver = autoshard.SolverOptions(time_limit=8)  # else a plan within one percent will do
+    asked = plan.what_if(memory_budget=budget, pins=pins, solver=solver)
+    assert looked and asked.memory.peak_bytes <= budget
 
 
 class Solver:

@@ -22,7 +22,7 @@ from autoshard_ilp.errors import InputShapeError, UnsupportedModelError
 from autoshard_ilp.pins import Allowed, class_masks, masked, path_shapes, resolve_pins
 from autoshard_ilp.search.attempt import Failure
 from autoshard_ilp.search.halving import within
-from autoshard_ilp.search.kinds import Kept, Kind, kinds_of
+from autoshard_ilp.search.kinds import Kept, Kind, kinds_like
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +59,9 @@ class Problem:
         """A part of this problem (:class:`~.search.kinds.Kind`) as one of its own; a problem is left as it is."""
         return replace(self, program=part.program) if isinstance(part, Kind) else part
 
-    def kinds(self) -> Iterator[Kept]:
-        """What plans of a known kind each may use (:mod:`autoshard_ilp.search.kinds`)."""
-        return kinds_of(self.table, self.program, self.infos, self.request.mesh)
+    def kinds(self, like: np.ndarray | None, least: float) -> Iterator[Kept]:
+        """What plans of a known kind each may use (:func:`autoshard_ilp.search.kinds.kinds_like`)."""
+        return kinds_like(self.table, self.program, self.infos, self.request.mesh, like, least)
 
 
 def problem_of(plan: Any) -> Problem:

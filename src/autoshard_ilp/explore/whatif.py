@@ -282,7 +282,11 @@ def _again(
             one = of_tied(first, tied)
             if one is not None:
                 return one
-        return reprice(first.step, first.infos, request, progress, first_share, first.table.facts)
+        if first.as_priced:
+            return reprice(first.step, first.infos, request, progress, first_share, first.table.facts)
+        # Priced under the question's pins, classes would have other strategies than those of the first problem.
+        whole = reprice(first.step, first.infos, first.priced, progress, first_share, first.table.facts)
+        return adapted(whole, request, progress)
 
     share = first.table.first_share
     if known is not None and share and request.capacity == known.problem.request.capacity:

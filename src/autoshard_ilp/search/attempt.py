@@ -22,7 +22,7 @@ from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request, recipe
 from autoshard_ilp.search.division import HALF
 from autoshard_ilp.search.halving import Left, for_any_plan, solve_divided, within
-from autoshard_ilp.search.kinds import Kept, kinds_of, of_coarser_meshes
+from autoshard_ilp.search.kinds import Kept, kinds_like
 from autoshard_ilp.sharding import WHOLE
 
 ROLES = {
@@ -135,13 +135,8 @@ class Priced:
         return self.built.program
 
     def kinds(self, like: np.ndarray | None, least: float) -> Iterator[Kept]:
-        """What plans of a known kind each may use (:mod:`autoshard_ilp.search.kinds`).
-
-        Those of coarser meshes first, of which at least so large a share of the choices of a plan ``like`` them is.
-        """
-        if like is not None:
-            yield from of_coarser_meshes(self.program, like, least)
-        yield from kinds_of(self.table, self.program, self.infos, self.mesh)
+        """What plans of a known kind each may use (:func:`autoshard_ilp.search.kinds.kinds_like`)."""
+        return kinds_like(self.table, self.program, self.infos, self.mesh, like, least)
 
 
 def attempt(

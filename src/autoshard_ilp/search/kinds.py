@@ -70,6 +70,16 @@ def kinds_of(table: Any, program: Any, infos: Any, mesh: Any) -> Iterator[Kept]:
             yield kept
 
 
+def kinds_like(
+    table: Any, program: Any, infos: Any, mesh: Any, like: np.ndarray | None, least: float
+) -> Iterator[Kept]:
+    """Plans of coarser meshes first, of which at least so large a share of the choices of a plan ``like`` them is; then
+    those of :func:`kinds_of`, whose other arguments these are."""
+    if like is not None:
+        yield from of_coarser_meshes(program, like, least)
+    yield from kinds_of(table, program, infos, mesh)
+
+
 def of_coarser_meshes(program: Any, choices: np.ndarray, least: float = 0.0) -> Iterator[Kept]:
     """What coarser meshes leave (:mod:`autoshard_ilp.costs.coarse`), those first that a plan is most like.
 
