@@ -21,7 +21,7 @@ import numpy as np
 from autoshard_ilp.errors import InputShapeError, UnsupportedModelError
 from autoshard_ilp.pins import Allowed, class_masks, masked, path_shapes, resolve_pins
 from autoshard_ilp.search.attempt import Failure
-from autoshard_ilp.search.halving import within
+from autoshard_ilp.search.halving import Priced, within
 from autoshard_ilp.search.kinds import Kept, Kind, kinds_like
 
 
@@ -62,6 +62,10 @@ class Problem:
     def kinds(self, like: np.ndarray | None, least: float) -> Iterator[Kept]:
         """What plans of a known kind each may use (:func:`autoshard_ilp.search.kinds.kinds_like`)."""
         return kinds_like(self.table, self.program, self.infos, self.request.mesh, like, least)
+
+
+_searched_as_plans_are: type[Priced] = Problem
+"""For the type checker, which does not look at the bound of a type variable where the result is anything."""
 
 
 def problem_of(plan: Any) -> Problem:
