@@ -100,9 +100,9 @@ def test_what_is_true_of_the_graph_is_read_once_for_both_programs(
 ) -> None:
     graphs, read = list[Any](), attempt.read
 
-    def counted(graph: Any, request: Any) -> Any:
+    def counted(graph: Any, *args: Any, **options: Any) -> Any:
         graphs.append(graph)
-        return read(graph, request)
+        return read(graph, *args, **options)
 
     monkeypatch.setattr(attempt, "read", counted)
     plan = autoshard.optimize(stack, MESH, 95 * loose.memory.peak_bytes // 100, **OPTIONS)

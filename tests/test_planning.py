@@ -209,7 +209,7 @@ def test_policies_share_the_time_for_the_smallest_budget(monkeypatch: pytest.Mon
     asked, whole = list[dict[str, Any]](), program.minimum_capacity
 
     def recorded(*args: Any, **keywords: Any) -> Any:
-        asked.append({**keywords, "deadline": time.monotonic() + keywords["seconds"]})
+        asked.append({**keywords, "deadline": loading.clock() + keywords["seconds"]})
         return whole(*args, **keywords)
 
     monkeypatch.setattr(program, "minimum_capacity", recorded)
