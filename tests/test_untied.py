@@ -45,7 +45,7 @@ def tied_only(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def optimize(*args: Any, **options: Any) -> Plan:
         with monkeypatch.context() as patch:
-            patch.setattr(planning, "without_ties", lambda plan, progress, seconds: plan)
+            patch.setattr(planning, "without_ties", lambda plan, *_: plan)
             return autoshard.optimize(*args, **options)
 
     return optimize

@@ -19,6 +19,7 @@ from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request
 from autoshard_ilp.search.anyplan import any_plan
 from autoshard_ilp.search.attempt import Failure, assemble, attempt, free_peak_bytes, left_of, report_of
+from autoshard_ilp.search.early import EarlyProofs
 from autoshard_ilp.search.halving import Left
 from autoshard_ilp.search.rematsearch import blocks_of, memory_share, recomputed_share, search
 from autoshard_ilp.search.untied import without_ties
@@ -77,20 +78,23 @@ def _search(
         before = expected.before(policy)
         with progress.stage("graph"):
             graph = step(policy) if before is None or before.executable is None else before.executable
+        early.expect(graph.graph)
         known: dict[str, Any] = {"mode": traced.mode, "batch_size": traced.batch_size, **expected.of(policy)}
         known |= {"seconds": seconds, "cutoff": cutoff, "dear": dear, "before": before}
+        known |= {"early": early if policy in policies else None, "tight": expected.tight}
         return expected.learn(policy, attempt(graph, traced, request, progress, **known))
 
     need, limit = needed_share(request), request.solver.time_limit
     began = clock()
-    found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
-    if found.plan is None:
-        make = _maker(request, progress, mode=traced.mode, batch_size=traced.batch_size)
+    with EarlyProofs(request.objective) as early:
+        found = search(policies, tried, blocks_of, limit, share=recomputed_share, dear=memory_share, need=need)
+        if found.plan is None:
+            make = _maker(request, progress, mode=traced.mode, batch_size=traced.batch_size)
+            left = limit - (clock() - began)
+            plan, failures = any_plan(found.failures, request, progress, make, left)
+            return with_history(plan, policies, failures)
         left = limit - (clock() - began)
-        plan, failures = any_plan(found.failures, request, progress, make, left)
-        return with_history(plan, policies, failures)
-    left = limit - (clock() - began)
-    return found.proved(without_ties(with_history(found.plan, policies, found.failures), progress, left))
+        return found.proved(without_ties(with_history(found.plan, policies, found.failures), progress, left, early))
 
 
 def _maker(
@@ -174,10 +178,12 @@ def needed_share(request: Request) -> Callable[[Plan | Failure], float]:
 def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **options: Any) -> Plan:
     """:func:`attempt`; raises InfeasibleError when nothing fits."""
     began = clock()
-    found = attempt(step, infos, request, progress, **options)
-    if isinstance(found, Failure):
-        return any_plan([found], request, progress, _maker(request, progress, **options))[0]
-    return without_ties(found, progress, request.solver.time_limit - (clock() - began))
+    with EarlyProofs(request.objective) as early:
+        early.expect(step.graph)
+        found = attempt(step, infos, request, progress, early=early, **options)
+        if isinstance(found, Failure):
+            return any_plan([found], request, progress, _maker(request, progress, **options))[0]
+        return without_ties(found, progress, request.solver.time_limit - (clock() - began), early)
 
 
 def with_history(plan: Plan, policies: Sequence[str], failures: Sequence[Failure]) -> Plan:

@@ -21,6 +21,7 @@ from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request, recipe
 from autoshard_ilp.search.division import HALF
+from autoshard_ilp.search.early import EarlyProofs
 from autoshard_ilp.search.halving import Left, for_any_plan, solve_divided, within
 from autoshard_ilp.search.kinds import Kept, kinds_like
 from autoshard_ilp.sharding import WHOLE
@@ -159,10 +160,13 @@ def attempt(
     by_kind: bool = False,
     plan_part: float = 1.0,
     before: Plan | None = None,
+    early: EarlyProofs | None = None,
+    tight: bool = False,
 ) -> Plan | Failure:
     """Plans a graph: strategies and costs, program, solution, plan. ``infos`` has ``arguments`` and ``results``.
 
     ``before`` is a plan of the same ``step`` under the same ``request``, whose prices need not be found again.
+    ``early`` begins the proof that follows; it waits for prices of bytes where a step is ``tight``: memory may bind.
 
     ``seconds`` shortens the solver's time limit; the plan's own options keep it, for questions that follow. Only a plan
     whose objective is below ``cutoff`` (seconds) is wanted, and where none is known after ``plan_part`` of the time,
@@ -192,6 +196,11 @@ def attempt(
         keywords = {"cutoff": cutoff, "dear": dear, **for_any_plan(keywords, began + plan_part * limit)}
         keywords |= {"hint": start, "on_progress": progress.tell}
         options = replace(request.solver, relative_gap=max(relative_gap, request.solver.relative_gap))
+        if early is not None and isinstance(problem, Priced):
+            prices, free = keywords.get("prices") or {}, keywords.get("rows") is False or request.capacity is None
+            if prices or (free and not tight):
+                with progress.stage("proof"):
+                    early.begin(problem, prices, start, began + limit - clock())
         with progress.stage("solve"):
             return solve(problem.program, within(options, seconds), **keywords)
 

@@ -40,7 +40,7 @@ MIXED = 0.005
 FREE = 1e-3
 """Relative distance to the bound of a plan that fits, with which bytes that cost nothing do not bind."""
 
-MIXING_SHARE = 0.25
+MIXING_SHARE = 0.4
 """Of the time left: what looking for a mixture may take."""
 
 ALONE_SHARE = 0.4

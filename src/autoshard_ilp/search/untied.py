@@ -18,6 +18,7 @@ from autoshard_ilp.plan import Plan, Trail
 from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.progress import Progress
 from autoshard_ilp.search.attempt import assemble, build, shared, tied_note
+from autoshard_ilp.search.early import EarlyProofs
 from autoshard_ilp.search.halving import within
 from autoshard_ilp.search.rematsearch import hardly_dear
 
@@ -63,7 +64,7 @@ class PricedBound:
         return PricedBound(self.prices, self.seconds - more * sum(self.prices.values()), capacity)
 
 
-def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
+def without_ties(plan: Plan, progress: Progress, seconds: float, early: EarlyProofs | None = None) -> Plan:
     """The plan with the bound of the step whose repeated layers decide for themselves, or a faster plan of that step.
 
     The plan's status stays what it is, that of the program with shared decisions; bound and gap are those of all plans.
@@ -73,14 +74,15 @@ def without_ties(plan: Plan, progress: Progress, seconds: float) -> Plan:
             budget, or no time or memory is left, it is returned as it is; so it is after an interrupt.
         progress: shows the stage.
         seconds: that the solver may take.
+        early: proofs that were begun before the plan was there.
     """
     try:
-        return _shown(plan, progress, seconds)
+        return _shown(plan, progress, seconds, early)
     except (KeyboardInterrupt, MemoryError):  # the plan is there, and says what is proved of it
         return plan
 
 
-def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
+def _shown(plan: Plan, progress: Progress, seconds: float, early: EarlyProofs | None) -> Plan:
     from autoshard_ilp.costs.apart import apart, parted
     from autoshard_ilp.program.repeated.whole import CELLS, solve_repeated
 
@@ -98,13 +100,16 @@ def _shown(plan: Plan, progress: Progress, seconds: float) -> Plan:
         built = replace(trail.built, program=trail.program)
         open_ = solution.status != "optimal"  # then the bound without memory is the better one
         prices = dict(solution.report.get("prices") or {}) if binds and not open_ else {}
-        step = apart(trail.costs, built, plan.objective, prices)
+        begun = None if early is None else early.of(trail.program, prices)
+        if begun is None:
+            step, chain = apart(trail.costs, built, plan.objective, prices), None
+        else:
+            step, chain, prices = begun.step, begun.job.answer(seconds - (clock() - start)), dict(begun.prices)
         known = solution.choices[step.classes]
         options = within(trail.request.solver, seconds - (clock() - start))
         most_cells = 0 if binds or open_ else CELLS  # prices give a bound, no plan
-        found: Any = solve_repeated(
-            step.program, step.alike, known, options, most_cells=most_cells, on_progress=progress.tell
-        )
+        more: dict[str, Any] = {"most_cells": most_cells, "chain": chain, "on_progress": progress.tell}
+        found: Any = solve_repeated(step.program, step.alike, known, options, **more)
         if found.report.get("interrupted") or not {"chain", "descent"} & set(found.report):
             return plan  # nothing is known but what was known before
         bound = min(found.lower_bound + step.offset, solution.objective if open_ else plan.lower_bound)

@@ -20,33 +20,34 @@ from autoshard_ilp.program.nets.net import EmptyNodeError, Net
 from autoshard_ilp.program.nets.presolve import Presolve
 
 
-def minimum(net: Net, known: np.ndarray, deadline: float, enough: float) -> tuple[float, np.ndarray]:
+def minimum(net: Net, known: np.ndarray | None, deadline: float, enough: float) -> tuple[float, np.ndarray]:
     """Lower bound in seconds of a net, which it changes, and the best assignment found.
 
     Args:
         net: to be minimised.
-        known: a finite assignment.
+        known: a finite assignment, if there is one; the answer is one then.
         deadline: monotonic seconds.
         enough: seconds that the bound may be off.
     """
     degree, cells = ROUNDS[0]
     whole = net.copy()
     Presolve(net, max_degree=degree, max_cells=cells, deadline=deadline).run()
-    bound, choices = net.constant, known.copy()
+    before = math.inf if known is None else whole.value(known)
+    bound, choices = net.constant, np.zeros(len(net.cost), np.int64) if known is None else known.copy()
     parts = parts_of(net)
     for at, part in enumerate(parts):
         nodes, now = part.live, time.monotonic()
         until = now + (deadline - now) / (len(parts) - at)
-        most = whole.value(known) - net.constant if len(parts) == 1 else math.inf
+        most = before - net.constant if len(parts) == 1 else math.inf
         least, found = _least(part, known, most, until, enough / len(parts))
         bound += least
         if found is not None:
             choices[nodes] = found[nodes]
-    if not net.contains(choices):  # ``known`` may be none of what presolve has left, and no time was left for another
-        return min(bound, whole.value(known)), known
+    if known is not None and not net.contains(choices):  # nor is ``known``, and no time was left for another
+        return min(bound, before), known
     choices = net.complete(choices)
-    cost, before = whole.value(choices), whole.value(known)
-    return (min(bound, cost), choices) if cost < before else (min(bound, before), known)
+    cost = whole.value(choices)
+    return (min(bound, cost), choices) if known is None or cost < before else (min(bound, before), known)
 
 
 def parts_of(net: Net) -> list[Net]:
@@ -67,14 +68,16 @@ def parts_of(net: Net) -> list[Net]:
     return sorted(found.values(), key=lambda own: own.size()["cells"])
 
 
-def _least(net: Net, known: np.ndarray, most: float, deadline: float, enough: float) -> tuple[float, np.ndarray | None]:
+def _least(
+    net: Net, known: np.ndarray | None, most: float, deadline: float, enough: float
+) -> tuple[float, np.ndarray | None]:
     """As :func:`minimum`, of a connected part; no assignment where ``known`` is none of it and no better one was found.
 
     ``most``: seconds; of no assignment that costs as much is anything to be known.
     """
     whole = net.copy()
-    best = known if net.contains(known) else None
-    upper, lower = most if best is None else whole.value(known), -math.inf
+    best = known if known is not None and net.contains(known) else None
+    upper, lower = most if best is None else whole.value(best), -math.inf
 
     def offer(choices: np.ndarray) -> float:
         nonlocal best, upper

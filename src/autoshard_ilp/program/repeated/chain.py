@@ -75,7 +75,7 @@ def chain_bound(
     program: Program,
     kinds: np.ndarray,
     repeated: Sequence[Copies],
-    known: np.ndarray,
+    known: np.ndarray | None,
     deadline: Callable[[int], float] = lambda cells: math.inf,
 ) -> ChainBound | None:
     """The bound of a program with a chain of equal pieces; None where there is none, or no time.
@@ -84,7 +84,7 @@ def chain_bound(
         program: without a capacity.
         kinds: per edge, its kind.
         repeated: equal pieces of the program; those of the largest chain are the layers.
-        known: a finite assignment, good for a start.
+        known: a finite assignment, good for a start, if there is one.
         deadline: monotonic seconds, given the table cells of all layers together, each shrunk by itself.
     """
     if not repeated:
@@ -106,7 +106,7 @@ class _Chain:
     program: Program
     kinds: np.ndarray
     groups: Sequence[Copies]  # of equal layers
-    known: np.ndarray
+    known: np.ndarray | None
     deadline: float = math.inf
     between: dict[Position, list[int]] = field(default_factory=lambda: defaultdict(list))  # edge numbers
     around: dict[tuple[int, int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # -1: outside
@@ -159,7 +159,7 @@ class _Chain:
 
     def run(self) -> ChainBound | None:
         began = time.monotonic()
-        second, shared = self._ring()
+        second, shared, in_ring = self._ring()
         if time.monotonic() > self.deadline:
             return None
         rest = self._surroundings()
@@ -189,12 +189,14 @@ class _Chain:
                     p = self._as_between(second, edge, a, 0) if known is None else known
                     to_node(edge.u, edge.u_labels, p)
                     to_node(edge.v, edge.v_labels, self._left(edge, p, axis=0))
-        return self._sum(rest, added, began)
+        cost = in_ring if self.known is None else self.program.cost(self.known)
+        return self._sum(rest, added, began, cost)
 
     # -- potentials --------------------------------------------------------------------------------------------------
 
-    def _ring(self) -> tuple[dict[Position, np.ndarray], dict[tuple[int, int, int], np.ndarray]]:
-        """Potentials of second ends between layers, and of the layer's end of edges from all layers to one node."""
+    def _ring(self) -> tuple[dict[Position, np.ndarray], dict[tuple[int, int, int], np.ndarray], float]:
+        """Potentials of second ends between layers, and of the layer's end of edges from all layers to one node; and
+        about how many seconds all layers take."""
         (layers, size), piece = self.nodes.shape, self.pieces[self.main]
         length = 1 + max([1, *(abs(step) for _, _, _, step in self.between)])
         hubs = {key: edges for key, edges in self.around.items() if len(edges) == layers and self._one_node(key, edges)}
@@ -233,7 +235,7 @@ class _Chain:
                 second[key] = q
             else:
                 shared[key] = q if key[1] < 0 else p  # type: ignore[index]
-        return second, shared
+        return second, shared, messages.bound * layers / length
 
     def _one_node(self, key: tuple[int, int, int], edges: Sequence[int]) -> bool:
         ends = {self.program.edges[e].u if key[1] < 0 else self.program.edges[e].v for e in edges}
@@ -272,9 +274,11 @@ class _Chain:
             net.add(factor_of(program.edges[e], (program.edges[e].u, program.edges[e].v)))
         return net
 
-    def _sum(self, rest: Net, added: Sequence[list[tuple[int, np.ndarray, np.ndarray]]], began: float) -> ChainBound:
+    def _sum(
+        self, rest: Net, added: Sequence[list[tuple[int, np.ndarray, np.ndarray]]], began: float, cost: float
+    ) -> ChainBound:
+        """The minima of all layers, and of the ``rest``; ``cost``: of all together, in seconds, more or less."""
         choices = np.zeros(len(self.program.nodes), np.int64)
-        cost = self.program.cost(self.known)
         of_layer, of_rest = ENOUGH[0] * cost / len(added), ENOUGH[1] * cost
         alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for layer, own in enumerate(added):
@@ -287,7 +291,8 @@ class _Chain:
                 net.add_cost(x, seconds[labels[net.alive[x]]])
             now = time.monotonic()
             until = now + (self.deadline - now) / (len(alike) - at)  # each kind has its part of the time
-            bound, found = minimum(net, self.known[self.nodes[layers[0]]], until, of_layer)
+            known = None if self.known is None else self.known[self.nodes[layers[0]]]
+            bound, found = minimum(net, known, until, of_layer)
             bounds += [bound] * len(layers)
             choices[self.nodes[layers]] = found
         now = time.monotonic()

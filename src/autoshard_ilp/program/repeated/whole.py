@@ -18,7 +18,7 @@ from autoshard_ilp.program.model import Program, Solution, SolverOptions
 from autoshard_ilp.program.nets import reduce
 from autoshard_ilp.program.nets.bounds import Messages
 from autoshard_ilp.program.nets.net import EmptyNodeError, Net
-from autoshard_ilp.program.repeated.chain import HARDLY, chain_bound
+from autoshard_ilp.program.repeated.chain import HARDLY, ChainBound, chain_bound
 from autoshard_ilp.program.repeated.repeats import Alike, copies_in
 from autoshard_ilp.program.repeated.stamping import stamped_net
 from autoshard_ilp.program.search import Search
@@ -66,6 +66,7 @@ def solve_repeated(
     options: SolverOptions,
     *,
     most_cells: int = CELLS,
+    chain: ChainBound | None = None,
     on_progress: Callable[[dict], None] | None = None,
 ) -> Solution:
     """The cheapest assignment of a program without a capacity, or a bound of it.
@@ -76,6 +77,7 @@ def solve_repeated(
         known: a finite assignment to start from.
         options: limits and seed.
         most_cells: of tables, its repeated pieces shrunk; a program of more is not solved where the bound leaves a gap.
+        chain: what its chain of layers has shown before, if anything.
         on_progress: as for :func:`autoshard_ilp.program.solve`.
 
     Returns:
@@ -86,13 +88,14 @@ def solve_repeated(
     search = Search(program, options, time.monotonic(), on_progress)
     search.offer(known)
     try:
-        repeated = copies_in(program, alike)
         since = time.monotonic()
+        repeated = copies_in(program, alike) if chain is None else ()
 
         def until(cells: int) -> float:
             return since + (BOUND_PART if cells <= most_cells else 1.0) * (search.deadline - since)
 
-        chain = chain_bound(program, alike.edges, repeated, known, until)
+        if chain is None:
+            chain = chain_bound(program, alike.edges, repeated, known, until)
         if chain is not None:
             search.report["chain"] = {"layers": chain.layers, "solved": chain.solved, "bound": chain.lower_bound}
             search.prove(chain.lower_bound)
@@ -103,7 +106,7 @@ def solve_repeated(
         known_well = _long(program) and search.upper - search.lower <= HARDLY * abs(search.upper)
         if (most_cells or far) and not (search.done() or known_well) and time.monotonic() < search.deadline:
             since = time.monotonic()
-            net = stamped_net(program, repeated, search.deadline)
+            net = stamped_net(program, repeated or copies_in(program, alike), search.deadline)
             search.add_seconds("stamping", since)
             if net.size()["cells"] <= most_cells:
                 left = search.deadline - time.monotonic()

@@ -32,6 +32,8 @@ from autoshard_ilp.program.window.window import Window
 
 NEAR = 0.01  # relative gap from which a better plan rules out much
 LONG_SWEEPS = 60  # with such a plan known
+LOOK_SWEEPS = 10  # that may show how much that is ..
+MOST = 0.5  # .. of the strategies: worth a smaller net
 SHRUNK = 0.8  # of the cells: worth another round
 FIRST_GUESS = 1e-4  # relative, above the bound
 WIDEN = 3.0  # of the next guess
@@ -93,6 +95,8 @@ class Closing(PricedNet):
         if many and self._poor():
             look_around(self.owner)
         self.improve_prices()
+        if self._rules_out_most():
+            self._shrink()
         narrow = self.net.size()["cells"] <= WINDOW_CELLS
         near = self.search.best is not None and not self._far()  # no better plan is looked for between windows
         each = math.inf if near else QUICK_SECONDS
@@ -244,6 +248,21 @@ class Closing(PricedNet):
             return [self.prices]
         rows, unit = len(self.prices), self.owner.first_price()
         return [np.full(rows, unit), np.full(rows, unit / rows)]
+
+    def _rules_out_most(self) -> bool:
+        """Whether the best plan is so good that a few messages rule out most strategies.
+
+        Raises:
+            EmptyNodeError: they rule out all of a node.
+        """
+        if self.fresh or self.owner.stop() or self.search.best is None or self._far():
+            return False
+        start, before = self.messages.state(), self.messages.strategies()
+        self.messages.sweep(self.search.upper, LOOK_SWEEPS)
+        if self.messages.strategies() <= MOST * before:
+            return True
+        self.messages.restore(start)
+        return False
 
     def _shrink(self) -> None:
         """Take out for good what cannot beat the best plan, as long as that leaves less and less.
