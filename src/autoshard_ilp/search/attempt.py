@@ -196,13 +196,18 @@ def attempt(
         keywords = {"cutoff": cutoff, "dear": dear, **for_any_plan(keywords, began + plan_part * limit)}
         keywords |= {"hint": start, "on_progress": progress.tell}
         options = replace(request.solver, relative_gap=max(relative_gap, request.solver.relative_gap))
-        if early is not None and isinstance(problem, Priced):
-            prices, free = keywords.get("prices") or {}, keywords.get("rows") is False or request.capacity is None
-            if prices or (free and not tight):
-                with progress.stage("proof"):
-                    early.begin(problem, prices, start, began + limit - clock())
+        begin_proof(problem, keywords.get("prices"), start, keywords.get("rows") is False)
         with progress.stage("solve"):
-            return solve(problem.program, within(options, seconds), **keywords)
+            found = solve(problem.program, within(options, seconds), **keywords)
+        if keywords.get("mixing"):
+            begin_proof(problem, found.report.get("prices"), found.choices)
+        return found
+
+    def begin_proof(problem: Any, prices: Any, plan: Any, free: bool = False) -> None:
+        wanted = any((prices or {}).values()) or ((free or request.capacity is None) and not tight)
+        if early is not None and wanted and isinstance(problem, Priced):
+            with progress.stage("proof"):
+                early.begin(problem, prices or {}, plan, began + limit - clock())
 
     def without_budget(problem: Priced, plan: np.ndarray, seconds: float) -> float:
         with progress.stage("proof"):

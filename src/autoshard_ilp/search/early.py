@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from autoshard_ilp.garbage import collector_paused
-from autoshard_ilp.program.model import Program
 
 OPS = 2500
 """Operations of a step from which on its proof may take longer than a second process takes to begin (1.5 s) ..."""
@@ -27,13 +26,13 @@ class Begun:
     """A proof that was begun.
 
     Attributes:
-        program: with shared decisions.
+        table: of the step, with shared decisions.
         prices: time -> seconds per byte in use then.
-        step: the program without ties at these prices, a :class:`~autoshard_ilp.costs.apart.Apart`.
+        step: the program without ties made from it, at these prices, a :class:`~autoshard_ilp.costs.apart.Apart`.
         job: the second process's, a :class:`~autoshard_ilp.program.repeated.beside.Job`.
     """
 
-    program: Program
+    table: Any
     prices: Mapping[int, float]
     step: Any
     job: Any
@@ -64,29 +63,29 @@ class EarlyProofs:
             self.beside.start()
 
     def begin(self, problem: Any, prices: Mapping[int, float], known: np.ndarray | None, seconds: float) -> None:
-        """Begin the proof of a problem that is about to be solved, unless that would hardly save anything.
+        """Begin the proof of a step, unless that was done for such prices, or would hardly save anything.
 
         Args:
-            problem: with ``table`` and ``built``.
+            problem: of the step, with ``table`` and ``built``.
             prices: time -> seconds per byte in use then; empty where memory is not known to bind.
             known: a plan of it, if there is one.
             seconds: that the proof may take.
         """
         from autoshard_ilp.costs.apart import apart
 
-        program, prices = problem.built.program, {t: p for t, p in prices.items() if p > 0}
-        if not problem.table.tied or program.cells() < CELLS or len(problem.table.graph.ops) < OPS:
+        table, program = problem.table, problem.built.program
+        if not table.tied or len(table.graph.ops) < OPS or program.cells() < CELLS or self.of(table, prices):
             return
-        if self.begun is not None and (self.begun.program, self.begun.prices) == (program, prices):
-            return
+        prices = {t: p for t, p in prices.items() if p > 0}
         with collector_paused():
-            step = apart(problem.table, problem.built, self.objective, prices)
+            step = apart(table, problem.built, self.objective, prices)
         start = None if known is None or not np.isfinite(program.cost(known)) else known[step.classes]
         job = self.beside.begin(step.program, step.alike, start, seconds)
-        self.begun = None if job is None else Begun(program, prices, step, job)
+        self.begun = None if job is None else Begun(table, prices, step, job)
 
-    def of(self, program: Program, prices: Mapping[int, float]) -> Begun | None:
-        """The proof of a program, at such prices as these, or without any, if it was begun."""
-        begun = self.begun
-        alike = begun is not None and begun.program is program and bool(begun.prices) == any(prices.values())
-        return begun if alike else None
+    def of(self, table: Any, prices: Mapping[int, float]) -> Begun | None:
+        """The proof of a table's step at such prices as these, or of the table without any, if it was begun."""
+        begun, priced = self.begun, any(prices.values())
+        if begun is None or begun.table.graph is not table.graph or bool(begun.prices) != priced:
+            return None
+        return begun if priced or begun.table is table else None

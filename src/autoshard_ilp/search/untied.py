@@ -100,12 +100,13 @@ def _shown(plan: Plan, progress: Progress, seconds: float, early: EarlyProofs | 
         built = replace(trail.built, program=trail.program)
         open_ = solution.status != "optimal"  # then the bound without memory is the better one
         prices = dict(solution.report.get("prices") or {}) if binds and not open_ else {}
-        begun = None if early is None else early.of(trail.program, prices)
+        begun = None if early is None else early.of(trail.costs, prices)
         if begun is None:
             step, chain = apart(trail.costs, built, plan.objective, prices), None
         else:
-            step, chain, prices = begun.step, begun.job.answer(seconds - (clock() - start)), dict(begun.prices)
-        known = solution.choices[step.classes]
+            step, prices = begun.step, dict(begun.prices)
+            chain = begun.job.answer(seconds - (clock() - start))
+        known = solution.choices[trail.costs.class_of[step.op_ids]]
         options = within(trail.request.solver, seconds - (clock() - start))
         most_cells = 0 if binds or open_ else CELLS  # prices give a bound, no plan
         more: dict[str, Any] = {"most_cells": most_cells, "chain": chain, "on_progress": progress.tell}
@@ -121,6 +122,9 @@ def _shown(plan: Plan, progress: Progress, seconds: float, early: EarlyProofs | 
             solution.report["priced_bound"] = PricedBound(prices, bound, trail.request.capacity)
         open_gap = solution.objective - bound > CLOSE * solution.objective
         if binds and open_gap and len(step.op_ids) <= NODES:
+            if begun is not None:  # of its own table, or equal costs would be told apart otherwise
+                step = apart(trail.costs, built, plan.objective, prices)
+                known = solution.choices[step.classes]
             left = PART * (seconds - (clock() - start))
             found = _with_memory(plan, step, known, bound, left, progress)
             bound = max(bound, min(found.lower_bound, plan.lower_bound))
