@@ -50,6 +50,29 @@ def test_all_that_a_trainer_does_equals_one_device(kind: str) -> None:
     cases.same_as_one_device(build, (x, y), everything(x, y))
 
 
+class Counted(layers.Layer):
+    """Counts its calls in an integer of 64 bits, and passes on what it gets."""
+
+    def build(self, shape: Any) -> None:
+        self.calls = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add(1)
+        return x
+
+
+def counted() -> keras.Model:
+    hidden = [keras.Input((cases.FEATURES,)), Counted(), layers.Dense(64, dtype="float64")]
+    return cases.compiled(keras.Sequential([*hidden, layers.Dense(cases.CLASSES)]))
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+def test_variables_may_be_declared_wider_than_arrays_are() -> None:
+    """Without JAX's mode for 64 bits they hold arrays of 32, on one device and under a plan."""
+    x, y = features()
+    cases.same_as_one_device(counted, (x, y), lambda model: fitted(model, x, y)["loss"])
+
+
 def test_one_compilation_and_no_drift(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = features(40)
     model = seeded(mlp)

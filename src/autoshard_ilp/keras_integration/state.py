@@ -123,7 +123,8 @@ def initial_state(traced: TracedStep, shardings: Any = None, seed: int | None = 
             groups = traced.rebuild()
     flat_variables, treedef = jax.tree.flatten(groups, is_leaf=lambda x: not isinstance(x, (list, tuple)))
     specs = jax.tree.leaves(traced.state)
-    found = [(tuple(v.shape), str(v.dtype)) for v in flat_variables]
+    # A variable may be declared wider than JAX's arrays are (float64, int64): its value is not.
+    found = [(tuple(v.shape), str(jax.dtypes.canonicalize_dtype(v.dtype))) for v in flat_variables]
     if found != [(tuple(s.shape), str(s.dtype)) for s in specs]:
         raise PlanMismatchError(
             "The model builder must build the same variables each time. Received: a second build with other "
