@@ -97,6 +97,20 @@ def test_only_what_is_cheaper_than_the_cutoff_is_found(program: Program, part: f
         assert best.status == "infeasible" or found.status != "infeasible"
 
 
+def test_what_a_known_plan_rules_out_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A good plan leaves little of a net, often nothing; the answer is the same."""
+    asked, left = [], []
+    asks, shrink = closing.Closing._rules_out_most, closing.Closing._shrink
+    monkeypatch.setattr(closing.Closing, "_rules_out_most", lambda self: asked.append(asks(self)) or asked[-1])
+    monkeypatch.setattr(closing.Closing, "_shrink", lambda self: shrink(self) or left.append(len(self.net.live)))
+    for seed, program in tight_programs(20, 9, "random", 0.2):
+        best = brute_force(program)
+        found = solve(program, OPTIONS, hint=best.choices)
+        assert found.status == "optimal", seed
+        assert found.objective == pytest.approx(best.objective, rel=1e-9), seed
+    assert sum(asked) > 0 and 0 in left
+
+
 def test_a_search_ends_once_memory_is_proved_to_be_dear() -> None:
     """Bound and plan are true, the plan fits, and memory adds what is said."""
     ended = 0

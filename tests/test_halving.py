@@ -278,7 +278,7 @@ def test_the_larger_program_starts_from_what_is_known() -> None:
     known = {"relaxed": [7, 8, 8], "plan_seconds": pytest.approx(0.6 * 97.0), "without_memory": 1.9, "proved": -np.inf}
     assert solver.asked == [
         ("tied", None, 100.0, {"rows": False}),
-        ("tied", None, 97.0 / 4, {"mixing": True, "relaxed": [7, 8], "without_memory": 1.9}),
+        ("tied", None, 97.0 * halving.MIXING_SHARE, {"mixing": True, "relaxed": [7, 8], "without_memory": 1.9}),
         ("fine", [7, 9, 9], 94.0, {**known, "prices": {5: 1e-9}}),
     ]
     assert found.report["without_memory"] == 1.9 and notes == (halving.HALVED,)
@@ -505,14 +505,14 @@ def test_one_program_alone_has_all_the_time(one: Any, surely: bool) -> None:
 def test_a_proof_gets_a_part_of_the_time_as_long_as_memory_does_not_bind() -> None:
     solver = _Solver(answers(LARGE, MIXED, 2.0), takes=10.0)
     solve_divided(make, solver, 100.0, lambda: solver.now, free_part=0.4)
-    assert [(a[0], a[2]) for a in solver.asked] == [("tied", 40.0), ("tied", 22.5), ("fine", 80.0)]
+    assert [(a[0], a[2]) for a in solver.asked] == [("tied", 40.0), ("tied", 36.0), ("fine", 80.0)]
 
 
 def test_where_memory_binds_another_part_of_it() -> None:
     solver = _Solver(answers(LARGE, MIXED, 2.0), takes=20.0)
     solve_divided(make, solver, 100.0, lambda: solver.now, bound_part=0.25)
     asked = [(a[0], a[2]) for a in solver.asked]
-    assert asked == [("tied", 100.0), ("tied", 10.0), ("fine", 20.0)], "if plans get better, half of it"
+    assert asked == [("tied", 100.0), ("tied", 16.0), ("fine", 20.0)], "if plans get better, half of it"
     assert solver.asked[2][3]["steady_seconds"] == 20.0 and solver.asked[2][3]["plan_seconds"] == pytest.approx(12.0)
 
 
@@ -545,7 +545,7 @@ def test_that_part_is_no_less_than_twice_what_the_program_took_without_a_budget(
         solver = _Solver([first, solution(), solution(2.0)], takes=20.0)
         solve_divided(make, solver, 100.0, lambda s=solver: s.now, bound_part=0.25)
         prices, fine = solver.asked[1], solver.asked[2]
-        assert fine[3].get("steady_seconds", 4 * prices[2]) == wanted
+        assert fine[3].get("steady_seconds", prices[2] / halving.MIXING_SHARE) == wanted
         assert ("plan_seconds" in fine[3]) == (took < 20.0), "for another program, which there is no time for"
 
 

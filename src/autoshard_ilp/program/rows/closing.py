@@ -97,6 +97,8 @@ class Closing(PricedNet):
         self.improve_prices()
         if self._rules_out_most():
             self._shrink()
+            if not self.net.live:
+                return self.fresh
         narrow = self.net.size()["cells"] <= WINDOW_CELLS
         near = self.search.best is not None and not self._far()  # no better plan is looked for between windows
         each = math.inf if near else QUICK_SECONDS
@@ -136,6 +138,8 @@ class Closing(PricedNet):
             near = self.search.upper - self.bound < NEAR * abs(self.search.upper) or self.search.too_dear
             if near and self.search.upper < known and not (self.fresh or self.proved):
                 self._shrink()
+                if not self.net.live:
+                    return self.fresh
                 if not self.owner.stop() and self.net.size()["cells"] <= WINDOW_CELLS and self._windows():
                     break
             bound = max(self.bound, self.search.lower)
@@ -280,6 +284,8 @@ class Closing(PricedNet):
             self.owner.drop(self.messages.ruled_out())
             _take_out(self.net, self.messages)
             self.search.presolve(self.net, 3, TABLE_CELLS, self.owner.capacity)
+            if not self.net.live:
+                break
             self.begin()
             self.settle()
             if self.net.size()["cells"] > SHRUNK * before and self.bound - bound < CLOSED * (upper - bound):
