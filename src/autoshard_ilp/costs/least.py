@@ -7,7 +7,7 @@ graph alone, before anything is priced: the program (:mod:`autoshard_ilp.costs.b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from autoshard_ilp.costs.tpu.onchip import vector_bytes
 from autoshard_ilp.graph import Graph
 
 
-def least_bytes(graph: Graph, profile: Any, buffers: Buffers, devices: int) -> int:
+def least_bytes(graph: Graph, profile: Any, buffers: Buffers, devices: int, capacity: float = 0) -> int:
     """Bytes per device that no plan of a step falls short of: a bound of the program's ``peak``, whatever is chosen.
 
     At every instant, of each buffer in use an even part; the largest sum is the answer. Left out is what programs may
@@ -32,9 +32,18 @@ def least_bytes(graph: Graph, profile: Any, buffers: Buffers, devices: int) -> i
         graph, buffers: of the step.
         profile: of the hardware.
         devices: of the mesh.
+        capacity: bytes; where the answer would be no more than this, it may be 0, which is found sooner.
     """
-    family = getattr(profile, "family", "")
-    alike = computed_alike(graph) if family in MERGED else range(len(graph.tensors))
+    holes = 1.0 + REPORTED * getattr(profile, "heap_loss_share", 0.0)
+    less = math.ceil(holes * vector_bytes(profile, graph.has_backward())) + 1
+    most = _most(graph, buffers, range(len(graph.tensors))) // devices - less
+    if most > capacity and getattr(profile, "family", "") in MERGED:
+        most = _most(graph, buffers, computed_alike(graph)) // devices - less
+    return max(0, int(most)) if most > capacity else 0
+
+
+def _most(graph: Graph, buffers: Buffers, alike: Sequence[object]) -> float:
+    """Bytes in use at once, all devices together; of what is ``alike``, one tensor counts."""
     change, seen = np.zeros(buffers.horizon + 1), set[object]()
     for t, size in _held(graph, buffers):
         if alike[t] in seen:
@@ -43,9 +52,7 @@ def least_bytes(graph: Graph, profile: Any, buffers: Buffers, devices: int) -> i
         start = int(buffers.start[t])
         change[start] += size
         change[max(int(buffers.end[t]), start + 1)] -= size
-    most = math.floor(float(np.cumsum(change).max(initial=0.0)) / devices)
-    holes = 1.0 + REPORTED * getattr(profile, "heap_loss_share", 0.0)
-    return max(0, most - math.ceil(holes * vector_bytes(profile, graph.has_backward())) - 1)
+    return float(np.cumsum(change).max(initial=0.0))
 
 
 def _held(graph: Graph, buffers: Buffers) -> Iterator[tuple[int, float]]:

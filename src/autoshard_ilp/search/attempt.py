@@ -236,10 +236,10 @@ def buffers_of(graph: Any, request: Request) -> Any:
 
 
 def needed(graph: Any, request: Request, buffers: Any) -> int:
-    """Bytes per device that a step holds whatever is decided."""
+    """Bytes per device that a step holds whatever is decided, where that is more than its budget; else 0."""
     from autoshard_ilp.costs.least import least_bytes
 
-    return least_bytes(graph, request.profile, buffers, request.mesh.size)
+    return least_bytes(graph, request.profile, buffers, request.mesh.size, request.capacity)
 
 
 def hopeless(step: Step, infos: Any, request: Request, buffers: Any, least: int) -> Failure:
