@@ -243,11 +243,17 @@ def test_a_slice_that_does_not_exist_is_refused() -> None:
         ({"up/kernel": ({"data", "model"},)}, ("per dimension None",)),
         ({"up/kernel": {"data": 0}}, ("of type dict", "per dimension None")),
         ({"outputs/loss": ("data",)}, ("outputs/loss",)),
+        ({b"up/kernel": ("data",)}, ("b'up/kernel'", "regular expression", "bytes")),
     ],
 )
 def test_pins_that_make_no_sense(pins: Any, parts: tuple[str, ...]) -> None:
     with raises(autoshard.InputShapeError, *parts):
         plan_of(pins=pins)
+
+
+def test_a_batch_holds_samples() -> None:
+    with raises(autoshard.InputShapeError, "at least one sample", "inputs of 0"):
+        plan_of(inputs=np.ones((0, 16), "float32"), batch_size=None)
 
 
 def test_a_pin_must_divide() -> None:

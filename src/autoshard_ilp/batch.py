@@ -124,6 +124,10 @@ def complete_specs(
             f"{ {name: shape for name, shape, _ in described} }. Give the shapes of one whole global "
             f"batch, and a batch_size that agrees with them (or none)."
         )
+    if batch_size < 1:
+        raise InputShapeError(
+            f"A batch must hold at least one sample. Received: {kind} of {batch_size}. {_GIVE_INPUTS}"
+        )
     specs = [
         jax.ShapeDtypeStruct(_fill(name, shape, batch_size, sequence_length), dtype) for name, shape, dtype in described
     ]

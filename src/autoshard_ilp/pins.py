@@ -125,6 +125,8 @@ def resolve_pins(
 def _matches(text: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     try:
         pattern = re.compile(text)
+        if not isinstance(pattern.pattern, str):
+            raise TypeError("of bytes, and paths are text")
     except (re.error, TypeError) as error:
         raise InputShapeError(f"A pin's key is a regular expression. Received: {text!r} ({error}).") from None
     found = [path for path in shapes if pattern.search(path)]
