@@ -516,6 +516,17 @@ def test_where_memory_binds_another_part_of_it() -> None:
     assert solver.asked[2][3]["steady_seconds"] == 20.0 and solver.asked[2][3]["plan_seconds"] == pytest.approx(12.0)
 
 
+def test_a_look_at_prices_has_a_multiple_of_what_the_program_took_without_a_budget() -> None:
+    """What that is more than its share is added to what follows, as far as there is time."""
+    for took, wanted in ((1.0, 8.0), (3.0, 12.0), (9.0, 25.0)):
+        now, parts = [0.0], halving._Parts(1.0, 1.0, 1.0)
+        search = halving._Divided(make, _Solver([]), 50.0, lambda now=now: now[0], parts, 9.0, False, 0.0, None)
+        search.ends = 20.0
+        assert search._for_mixing(Left(0.0, None, np.array([7, 8]), -np.inf, 1.9, took)) == pytest.approx(wanted)
+        now[0] = wanted
+        assert search.until_end() == pytest.approx(20.0 - 8.0), "what follows has what it had"
+
+
 def test_a_bound_of_the_smaller_program_is_none_of_the_larger_one() -> None:
     """Two decisions may be cheaper than one for all; the other way round a bound holds, if it says more than its own,
     without a budget (1.9) or with prices."""
@@ -545,7 +556,7 @@ def test_that_part_is_no_less_than_twice_what_the_program_took_without_a_budget(
         solver = _Solver([first, solution(), solution(2.0)], takes=20.0)
         solve_divided(make, solver, 100.0, lambda s=solver: s.now, bound_part=0.25)
         prices, fine = solver.asked[1], solver.asked[2]
-        assert fine[3].get("steady_seconds", prices[2] / halving.MIXING_SHARE) == wanted
+        assert fine[3].get("steady_seconds", prices[2] / halving.MIXING_MOST) == wanted
         assert ("plan_seconds" in fine[3]) == (took < 20.0), "for another program, which there is no time for"
 
 

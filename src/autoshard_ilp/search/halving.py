@@ -41,7 +41,11 @@ FREE = 1e-3
 """Relative distance to the bound of a plan that fits, with which bytes that cost nothing do not bind."""
 
 MIXING_SHARE = 0.4
-"""Of the time left: what looking for a mixture may take."""
+"""Of the time left: what looking for a mixture may take ..."""
+
+MIXING_TIMES, MIXING_MOST = 4.0, 0.5
+"""... and at least so many times what the program took without a budget, since cut off it shows nothing, but no more
+than this share of all the time left."""
 
 ALONE_SHARE = 0.4
 """Of the time left: what a large program whose layers are not divided may take without a plan; kinds are next."""
@@ -375,7 +379,7 @@ class _Divided(Generic[P]):
         large = wide(one.program)
         if not large and not self.by_kind:
             before = True if tied is None or tied.mixed is None else tied.mixed
-            seconds = MIXING_SHARE * self.until_end()
+            seconds = self._for_mixing(known)
             more = {"relaxed": known.relaxed, "without_memory": known.without_memory}
             shown = self.solve(one, None, seconds, mixing=before, **more)
             if shown.report.get("interrupted"):
@@ -397,6 +401,13 @@ class _Divided(Generic[P]):
         if self.by_kind or large or (best > poor and self.division is None):
             self._of_kinds(best)
         return None
+
+    def _for_mixing(self, known: Left) -> float:
+        """Seconds for a look at prices; what is more than its share is added to what follows."""
+        share = MIXING_SHARE * self.until_end()
+        seconds = max(share, min(MIXING_TIMES * known.free_seconds, MIXING_MOST * self.left()))
+        self.ends = min(self.deadline, self.ends + seconds - share)
+        return seconds
 
     def _of_kinds(self, best: float) -> None:
         """Plans of known kinds, that cost less than the ``best`` so far; the first one will do where that is long."""
