@@ -15,6 +15,7 @@ from tests.test_chain import Chain
 from tests.test_untied import MESH, OPTIONS, deep
 
 import autoshard_ilp as autoshard
+from autoshard_ilp.costs import apart as costs_apart
 from autoshard_ilp.costs import facts
 from autoshard_ilp.program.repeated import beside
 from autoshard_ilp.program.repeated.beside import Beside, serve
@@ -170,6 +171,21 @@ def test_without_an_answer_the_proof_is_made_in_place(
     plan = autoshard.optimize(functools.partial(deep, 4, 256), MESH, remat="never", **OPTIONS)
     assert begun == [()]
     assert plan.gap < 1e-3
+
+
+def test_without_memory_for_it_nothing_is_begun(begun: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is made all the same, and proved if there is memory then."""
+    full = iter([True])
+
+    def apart(*arguments: Any) -> Any:
+        if next(full, False):
+            raise MemoryError
+        return made(*arguments)
+
+    made = costs_apart.apart
+    monkeypatch.setattr(costs_apart, "apart", apart)
+    plan = autoshard.optimize(functools.partial(deep, 4, 256), MESH, remat="never", **OPTIONS)
+    assert not begun and "proof" in plan.timings and plan.gap < 1e-3
 
 
 def test_a_small_step_begins_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

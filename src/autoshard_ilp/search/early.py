@@ -77,8 +77,11 @@ class EarlyProofs:
         if not table.tied or len(table.graph.ops) < OPS or program.cells() < CELLS or self.of(table, prices):
             return
         prices = {t: p for t, p in prices.items() if p > 0}
-        with collector_paused():
-            step = apart(table, problem.built, self.objective, prices)
+        try:
+            with collector_paused():
+                step = apart(table, problem.built, self.objective, prices)
+        except MemoryError:  # a plan is worth more than its proof
+            return
         start = None if known is None or not np.isfinite(program.cost(known)) else known[step.classes]
         job = self.beside.begin(step.program, step.alike, start, seconds)
         self.begun = None if job is None else Begun(table, prices, step, job)

@@ -72,7 +72,13 @@ class Job:
             pickle.dump(what, process.stdin, pickle.HIGHEST_PROTOCOL)
             process.stdin.flush()
             self._found = pickle.load(process.stdout)
-        except (OSError, ValueError, EOFError, pickle.PickleError):  # it has ended, or its pipes are closed
+        except (
+            OSError,
+            ValueError,
+            EOFError,
+            MemoryError,
+            pickle.PickleError,
+        ):  # ended, its pipes closed, or too large
             pass
         finally:
             self.ended.set()
