@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -95,13 +97,16 @@ def test_what_is_served_ends_with_its_pipe() -> None:
     assert pickle.load(answers).lower_bound == in_place(chain, None).lower_bound
 
 
-@pytest.mark.parametrize("why", ["processors", "pool", "interpreter", "refused"])
+@pytest.mark.parametrize("why", ["processors", "pool", "kept to one", "interpreter", "refused"])
 def test_there_is_none_where_it_would_not_help(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     if why == "processors":
         monkeypatch.setattr(beside.os, "sched_getaffinity", lambda pid: {0})
     elif why == "pool":
         monkeypatch.setattr(beside.multiprocessing, "parent_process", lambda: object())
+    elif why == "kept to one":
+        monkeypatch.setattr(beside, "_kept_to_one", [False])
+        beside.keep_to_one_process()
     elif why == "interpreter":
         monkeypatch.setattr(sys, "executable", "")
     else:
@@ -114,6 +119,22 @@ def test_there_is_none_where_it_would_not_help(why: str, monkeypatch: pytest.Mon
     with Beside() as second:
         second.start()
         assert second.begin(chain.program, chain.alike, None, SECONDS) is None
+
+
+IN_A_SWEEP = """
+import os
+os.sched_getaffinity = lambda pid: {0, 1}
+from autoshard_ilp.explore.worker import main
+from autoshard_ilp.program.repeated.beside import Beside
+assert not Beside()._none
+main()
+assert Beside()._none
+"""
+
+
+def test_a_worker_of_a_sweep_begins_none() -> None:
+    first = json.dumps({"path": sys.path, "models": {}}) + "\n"
+    subprocess.run([sys.executable, "-c", IN_A_SWEEP], input=first.encode(), check=True, timeout=120)
 
 
 @pytest.fixture

@@ -34,7 +34,9 @@ def main() -> None:
     prepare()
     from autoshard_ilp.explore.cases import Case
     from autoshard_ilp.explore.runcase import Planner
+    from autoshard_ilp.program.repeated.beside import keep_to_one_process
 
+    keep_to_one_process()
     planner = Planner(first["models"])
     for line in sys.stdin:
         fields: dict[str, Any] = json.loads(line)

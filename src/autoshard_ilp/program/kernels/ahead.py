@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import atexit
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from autoshard_ilp.program.interpreter import begin_python
 from autoshard_ilp.program.kernels.alone import cache_folder
 from autoshard_ilp.program.kernels.messages import descend
 from autoshard_ilp.program.window.kernels_fronts import joined
@@ -22,8 +22,6 @@ STAGES = ("kernels", "windows")
 
 _CODE = """
 import contextlib
-import sys
-sys.path.insert(0, sys.argv[1])
 from autoshard_ilp.program.kernels.compiled import compile_all
 for stage in compile_all():
     with contextlib.suppress(OSError):  # nobody listens any more
@@ -48,17 +46,8 @@ def compile_ahead() -> None:
     if _compiler.begun or all(_in_cache(kernel) for kernel in (descend, joined)):
         return
     _compiler.begun = True
-    root = Path(__file__).resolve().parents[3]  # the folder that holds the package
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _CODE, str(root)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the plan: what is compiled serves the next one
-        )
-    except (OSError, ValueError):  # no process to be had, or no interpreter: compiled in place
+    process = begin_python(_CODE, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    if process is None:  # compiled in place
         return
     _compiler.process, _compiler.left = process, list(STAGES)
 

@@ -12,14 +12,13 @@ import multiprocessing
 import os
 import pickle
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from autoshard_ilp.program.interpreter import begin_python
 from autoshard_ilp.program.kernels.compiled import load_kernels, load_windows
 from autoshard_ilp.program.model import Program
 from autoshard_ilp.program.repeated.chain import ChainBound, chain_bound
@@ -30,7 +29,6 @@ POLL_SECONDS = 0.2
 _CODE = """
 import os
 import sys
-sys.path.insert(0, sys.argv[1])
 from autoshard_ilp.program.repeated.beside import serve
 if hasattr(os, "nice"):
     os.nice(10)  # who looks for the plan comes first where processors are few
@@ -110,17 +108,8 @@ class Beside:
         """Begin the process, which loads what it needs; nothing where there is one, or none may be."""
         if self._process is not None or self._none:
             return
-        root = Path(__file__).resolve().parents[3]  # the folder that holds the package
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, str(root)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for this process, which then ends that one
-            )
-        except (OSError, ValueError):
-            self._none = True
+        self._process = begin_python(_CODE, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._none = self._process is None
 
     def begin(self, program: Program, alike: Alike, known: np.ndarray | None, seconds: float) -> Job | None:
         """Give the process a program instead of what it may be working on; None where there is no process.
@@ -151,7 +140,15 @@ class Beside:
         process.wait()
 
 
+_kept_to_one = [False]
+
+
+def keep_to_one_process() -> None:
+    """Begin no second process in this one, which is of a pool that has work for all processors."""
+    _kept_to_one[0] = True
+
+
 def _may_begin() -> bool:
-    """Whether there is a processor for a second process, and this one is not of a pool, which has work for all."""
+    """Whether there is a processor for a second process, and this one is not of a pool."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return processors > 1 and multiprocessing.parent_process() is None and bool(sys.executable)
+    return processors > 1 and multiprocessing.parent_process() is None and not _kept_to_one[0]

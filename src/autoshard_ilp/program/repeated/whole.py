@@ -89,12 +89,12 @@ def solve_repeated(
     search.offer(known)
     try:
         since = time.monotonic()
-        repeated = copies_in(program, alike) if chain is None else ()
+        repeated = copies_in(program, alike) if chain is None else None
 
         def until(cells: int) -> float:
             return since + (BOUND_PART if cells <= most_cells else 1.0) * (search.deadline - since)
 
-        if chain is None:
+        if repeated is not None:
             chain = chain_bound(program, alike.edges, repeated, known, until)
         if chain is not None:
             search.report["chain"] = {"layers": chain.layers, "solved": chain.solved, "bound": chain.lower_bound}
@@ -106,7 +106,8 @@ def solve_repeated(
         known_well = _long(program) and search.upper - search.lower <= HARDLY * abs(search.upper)
         if (most_cells or far) and not (search.done() or known_well) and time.monotonic() < search.deadline:
             since = time.monotonic()
-            net = stamped_net(program, repeated or copies_in(program, alike), search.deadline)
+            repeated = copies_in(program, alike) if repeated is None else repeated
+            net = stamped_net(program, repeated, search.deadline)
             search.add_seconds("stamping", since)
             if net.size()["cells"] <= most_cells:
                 left = search.deadline - time.monotonic()
