@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 Layout = tuple[int, ...]
+Together = tuple[tuple[int, ...], ...]
+"""Groups of mesh axes that always shard the same dimension, or none."""
+
 WHOLE = -1
 PARTIAL = -2
 """Entry of a layout inside the step: the devices along the mesh axis hold partial sums of the whole extent."""
@@ -88,6 +93,22 @@ def reordered_axes(moved: Sequence[int], layout: Layout, dim: int) -> tuple[int,
     if dim == WHOLE or not any(layout[a] == dim and a not in moved for a in range(min(moved) + 1, len(layout))):
         return ()
     return tuple(a for a, d in enumerate(layout) if d == dim)
+
+
+def jointly(choices: Sequence[Sequence[T]], together: Sequence[Sequence[int]] = ()) -> Iterator[tuple[T, ...]]:
+    """One choice of each mesh axis, in every way; axes that go ``together`` have the same choices, and choose alike."""
+    if not together:
+        return itertools.product(*choices)
+    head = {axis: group[0] for group in together for axis in group}
+    heads = [axis for axis in range(len(choices)) if head.get(axis, axis) == axis]
+    place = {axis: i for i, axis in enumerate(heads)}
+    at = [place[head.get(axis, axis)] for axis in range(len(choices))]
+    return (tuple([chosen[i] for i in at]) for chosen in itertools.product(*(choices[axis] for axis in heads)))
+
+
+def keeps_together(layout: Layout, together: Sequence[Sequence[int]]) -> bool:
+    """Whether axes that go together shard the same dimension of a tensor, or none."""
+    return all(layout[axis] == layout[group[0]] for group in together for axis in group)
 
 
 @cache

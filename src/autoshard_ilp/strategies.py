@@ -15,7 +15,6 @@ operations that run device by device can make.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from typing import Any
 
 from autoshard_ilp.deferral import NONE, Deferral
 from autoshard_ilp.rules.rule import Kind, Rule
-from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, divides, divisible_layouts, reordered_axes
+from autoshard_ilp.sharding import PARTIAL, WHOLE, Layout, Together, divides, jointly, reordered_axes
 
 UNEVEN_WASTE = 1.125
 """A dimension that does not divide may still be sharded inside the step when padding adds at most this factor."""
@@ -72,6 +71,7 @@ def strategies_of(
     *,
     even: bool = False,
     deferral: Deferral = NONE,
+    together: Together = (),
 ) -> list[Strategy]:
     """All strategies of an operation, without duplicates, the replicated one first.
 
@@ -81,10 +81,11 @@ def strategies_of(
         axis_sizes: devices along each mesh axis.
         even: only layouts whose dimensions divide (arguments and results of ``jax.jit``).
         deferral: whether operands may arrive as partial sums and the result may stay partial.
+        together: groups of mesh axes that are assigned to the same factor, and scattered onto the same dimension.
     """
     places = _places(rule)
     found: dict[tuple, Strategy] = {}
-    for assignment in _assignments(rule, places, axis_sizes, even, deferral.reads):
+    for assignment in _assignments(rule, places, axis_sizes, even, deferral.reads, together):
         operands = tuple(_layout(dims, assignment, PARTIAL) for dims in rule.operands)
         results = tuple(_layout(dims, assignment) for dims in rule.results)
         fraction = _fraction(rule, assignment, axis_sizes)
@@ -93,7 +94,7 @@ def strategies_of(
         after: tuple[Any, ...]
         if deferral.resolves or _SUMMED not in assignment:
             for resolutions, first in _resolutions(
-                rule, assignment, partial_axes, results, result_shapes, axis_sizes, deferral.local and fits
+                rule, assignment, partial_axes, results, result_shapes, axis_sizes, deferral.local and fits, together
             ):
                 after = (first, *results[1:]) if results else results
                 key = (operands, after, resolutions)
@@ -115,18 +116,25 @@ def _all_add(rule: Rule, assignment: Sequence[str | None], axes: Sequence[int]) 
     return all(f == _SUMMED or rule.factors[f].combine == "add" for f in factors)
 
 
-def hub_strategies(shape: tuple[int, ...], axis_sizes: tuple[int, ...], *, may_reuse: bool) -> list[Strategy]:
+def choices_per_axis(rule: Rule, deferral: Deferral = NONE) -> int:
+    """What one mesh axis can be assigned to in the strategies of an operation, nothing included."""
+    return 1 + len(_places(rule)) + deferral.reads
+
+
+def hub_strategies(
+    shape: tuple[int, ...], axis_sizes: tuple[int, ...], *, may_reuse: bool, together: Together = ()
+) -> list[Strategy]:
     """Strategies of a hub: a fresh copy in any layout, or (``may_reuse``) the copy the forward pass already made."""
-    layouts = layouts_of(shape, axis_sizes)
+    layouts = layouts_of(shape, axis_sizes, together)
     fresh = [Strategy((layout,), (layout,), layout) for layout in layouts]
     return fresh + [Strategy((None,), (layout,), layout) for layout in layouts] if may_reuse else fresh
 
 
-def layouts_of(shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> tuple[Layout, ...]:
+def layouts_of(shape: tuple[int, ...], axis_sizes: tuple[int, ...], together: Together = ()) -> tuple[Layout, ...]:
     """Every layout a tensor may have inside the step: divisible ones and those worth their padding."""
     choices = [(WHOLE,) if size == 1 else (WHOLE, *range(len(shape))) for size in axis_sizes]
-    even = set(divisible_layouts(tuple(shape), axis_sizes))
-    return tuple(lay for lay in itertools.product(*choices) if lay in even or _worth_padding(shape, lay, axis_sizes))
+    found = jointly(choices, together)
+    return tuple(x for x in found if divides(shape, x, axis_sizes) or _worth_padding(shape, x, axis_sizes))
 
 
 def _worth_padding(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
@@ -159,11 +167,11 @@ def _places(rule: Rule) -> dict[str, bool]:
 
 
 def _assignments(
-    rule: Rule, places: dict[str, bool], axis_sizes: Sequence[int], even: bool, summed: bool
+    rule: Rule, places: dict[str, bool], axis_sizes: Sequence[int], even: bool, summed: bool, together: Together
 ) -> Iterator[tuple[str | None, ...]]:
     names = (None, *places, _SUMMED) if summed else (None, *places)
     choices = [(None,) if size == 1 else names for size in axis_sizes]
-    for assignment in itertools.product(*choices):
+    for assignment in jointly(choices, together):
         shards: dict[str, int] = {}
         for name, size in zip(assignment, axis_sizes, strict=True):
             if name is not None and name != _SUMMED:
@@ -194,6 +202,7 @@ def _resolutions(
     result_shapes: Sequence[tuple[int, ...]],
     axis_sizes: Sequence[int],
     local: bool = False,
+    together: Together = (),
 ) -> Iterator[tuple[tuple[Resolution, ...], Layout | None]]:
     """Every way to resolve partial results, with the first result's layout afterwards.
 
@@ -206,7 +215,8 @@ def _resolutions(
     adds = _all_add(rule, assignment, partial_axes)
     rank = len(result_shapes[0])
     targets: tuple[int, ...] = (WHOLE, *range(rank)) if adds and len(results) == 1 else (WHOLE,)
-    for choice in itertools.product(targets, repeat=len(partial_axes)):
+    groups = [[partial_axes.index(a) for a in group] for group in together if group[0] in partial_axes]
+    for choice in jointly([targets] * len(partial_axes), groups):
         layout = list(results[0])
         for axis, dim in zip(partial_axes, choice, strict=True):
             layout[axis] = dim

@@ -38,7 +38,7 @@ def coarser(strategies: Sequence[Sequence[Strategy]], axis_sizes: Sequence[int])
         found += [[_without(at, [b for b in axes if b != a]) for at in layouts] for a in axes]
     found += [[_together(at, pair) for at in layouts] for pair in pairs]
     found += [[_without(at, [a]) for at in layouts] for a in axes]
-    return [family for family in found if all(kept.any() for kept in family)]
+    return [family for family in found if all(kept.any() for kept in family) and not all(kept.all() for kept in family)]
 
 
 def _layouts(strategies: Sequence[Strategy], n_axes: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from autoshard_ilp.costs.precision import Precision, precision
 from autoshard_ilp.deferral import Deferral, deferrals
 from autoshard_ilp.graph import BOUNDARY, Graph, Op, is_batch
 from autoshard_ilp.rules.rule import OpView, Rule
+from autoshard_ilp.strategies import choices_per_axis
 
 
 def buffers_under(graph: Graph, profile: Any, devices: int) -> Buffers:
@@ -87,6 +88,17 @@ class Facts:
         """Primitives without a rule, with their source lines."""
         ops = (op for op in self.graph.ops if not self.rules[op.id].known)
         return tuple(sorted({f"{op.primitive} at {op.source or 'unknown source'}" for op in ops}))
+
+    @cached_property
+    def choices_per_axis(self) -> tuple[int, ...]:
+        """What one mesh axis can choose from, of each decision that repeated layers share."""
+        first = dict(zip(reversed(self._tied), reversed(self.graph.ops), strict=True))
+        return tuple(
+            1 + len(self.graph.tensors[op.outputs[0]].shape)
+            if op.primitive == "hub"
+            else choices_per_axis(self.rules[op.id], self.deferred[op.id])
+            for op in first.values()
+        )
 
     def classes(self, first_share: float) -> np.ndarray:
         """Class of each op, results of donated arguments sharing the argument's class.

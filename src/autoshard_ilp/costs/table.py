@@ -29,7 +29,7 @@ from autoshard_ilp.costs.tpu.lookups import copy_seconds, is_lookup, scattered, 
 from autoshard_ilp.deferral import Deferral
 from autoshard_ilp.graph import BOUNDARY, Graph, Op, is_batch
 from autoshard_ilp.rules.rule import Rule
-from autoshard_ilp.sharding import Layout, local_bytes
+from autoshard_ilp.sharding import Layout, Together, local_bytes
 from autoshard_ilp.strategies import Strategy, hub_strategies, strategies_of
 
 SMALL_BYTES = 1024
@@ -111,6 +111,7 @@ class CostTable:
     alike: np.ndarray  # op id -> class if all repeated layers shared one decision
     unknown: tuple[str, ...] = field(default=())
     first_share: float = 0.0  # of the repeated layers, those that decide apart from the others; 0: all share decisions
+    together: Together = ()  # mesh axes that split the same dimension throughout
     facts: Facts | None = field(default=None, repr=False)  # for another table of the same graph
 
     @property
@@ -140,6 +141,7 @@ def build_table(
     prices: Prices | None = None,
     restriction: Restriction | None = None,
     first_share: float = 0.0,
+    together: Together = (),
 ) -> CostTable:
     """Prices a graph on a mesh.
 
@@ -148,6 +150,8 @@ def build_table(
         prices: of this mesh and profile, where some are known.
         restriction: drops strategies that a pin forbids; the facts tell apart ops it treats differently.
         first_share: of the repeated layers, how many share one decision, and the others another; 0: all share one.
+        together: groups of mesh axes that split the same dimension throughout
+            (:mod:`autoshard_ilp.costs.together`).
     """
     class_of = facts.classes(first_share)
     members: dict[int, list[int]] = {}
@@ -159,7 +163,7 @@ def build_table(
         tied.setdefault(c, []).append(op_id)
     shares = {c: facts.shares.of_reductions(facts.graph, own) for c, own in tied.items()}
     prices = Prices.of(axis_sizes, collectives) if prices is None else prices
-    fixed = (axis_sizes, collectives, restriction, prices.classes)
+    fixed = (axis_sizes, collectives, restriction, prices.classes, together)
     classes = tuple(_price(facts, members[c], shares[int(alike[members[c][0]])], *fixed) for c in range(len(members)))
     return CostTable(
         facts.graph,
@@ -176,6 +180,7 @@ def build_table(
         alike,
         facts.unknown,
         first_share,
+        together,
         facts,
     )
 
@@ -188,6 +193,7 @@ def _price(
     collectives: CollectiveSeconds,
     restriction: Restriction | None,
     cache: dict[Any, Any],
+    together: Together,
 ) -> OpClass:
     graph, buffers, rounded, profile = facts.graph, facts.buffers, facts.precision, facts.profile
     op = graph.ops[members[0]]
@@ -215,9 +221,10 @@ def _price(
     row_bytes = float(rounded.moved(graph, op, 0)) if looks_up else 0.0
     lookup = (row_bytes, looks_up and several_tables(graph))
     priced_by = (traffic, rule.flops, deferral, share, lookup)
-    key = (op.primitive, str(rule), kinds, facts.restriction_key(op), first, shapes, priced_by)
+    key = (op.primitive, str(rule), kinds, facts.restriction_key(op), first, shapes, priced_by, together)
     if key not in cache:
-        strategies = _strategies(op, rule, [t.shape for t in ins], [t.shape for t in outs], axis_sizes, deferral)
+        whole = [t.shape for t in ins], [t.shape for t in outs]
+        strategies = _strategies(op, rule, *whole, axis_sizes, deferral, together)
         strategies = [s for s in strategies if not (lookup[1] and scattered(s))]
         if restriction is not None:
             strategies = restriction(op, strategies)
@@ -251,11 +258,13 @@ def _strategies(
     results: list[tuple[int, ...]],
     axis_sizes: tuple[int, ...],
     deferral: Deferral,
+    together: Together,
 ) -> list[Strategy]:
     if op.primitive == "hub":
-        return hub_strategies(results[0], axis_sizes, may_reuse=op.params.get("first") is not None)
+        may_reuse = op.params.get("first") is not None
+        return hub_strategies(results[0], axis_sizes, may_reuse=may_reuse, together=together)
     even = op.primitive in ("argument", "result")
-    return strategies_of(rule, operands, results, axis_sizes, even=even, deferral=deferral)
+    return strategies_of(rule, operands, results, axis_sizes, even=even, deferral=deferral, together=together)
 
 
 def _undominated(strategies: list[Strategy], seconds: np.ndarray) -> list[int]:

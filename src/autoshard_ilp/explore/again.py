@@ -126,6 +126,8 @@ def adapted(problem: Problem, request: Any, progress: Any) -> Problem:
         masks = class_masks(problem.table, wanted)
         if masks is None:  # some of the tensors that share a decision are pinned, others are not
             return anew()
+        if problem.table.together and not all(mask.any() for mask in masks.values()):
+            return anew()  # other mesh axes may go together
         program = replace(masked(weighted(problem, request.objective), masks), capacity=request.capacity)
     return replace(problem, request=request, program=program)
 

@@ -33,7 +33,8 @@ from autoshard_ilp.pins import class_masks, path_shapes
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.sharding import Layout, divisible_layouts, to_partition_spec
+from autoshard_ilp.search.attempt import joined_names
+from autoshard_ilp.sharding import Layout, divisible_layouts, keeps_together, to_partition_spec
 
 SHOWN_DIFFERENCES = 2
 
@@ -180,6 +181,10 @@ def explain(plan: Plan, path: str, *, time_limit: float = 60.0, progress: Any = 
     own = leaves[0].layout
     with Progress(progress).running() as shown:
         base, notes = _base(problem, paths, layouts, shown)
+        together = base.table.together
+        if together:
+            layouts = tuple(x for x in layouts if x == own or keeps_together(x, together))
+            notes = (*notes, f"Not looked at: layouts that use only one of {joined_names(base.table)}.")
         known = _translated(plan, base)
         order = sorted(layouts, key=lambda layout: layout != own)
         deadline = clock() + time_limit
@@ -304,9 +309,9 @@ def _alternative(
     request = replace(request, solver=replace(request.solver, time_limit=seconds, relative_gap=0.0))
     problem = adapted(base, request, progress)
     same_table = base.table is trail.costs
-    start, relaxed = known_plans
+    start, relaxed = known_plans if problem.table is base.table else (None, None)
     known = Known(() if start is None else (start,))
-    if same_table:
+    if same_table and problem.table is base.table:
         known = known_from(trail.solution, problem_of(plan), problem)
     prices = trail.solution.report.get("prices")
     if prices and start is not None and relaxed is not None:

@@ -334,6 +334,7 @@ def price(facts: Any, pinned: Pinned, request: Request, first_share: float = 0.0
     from autoshard_ilp.costs.collectives import CollectiveCosts
     from autoshard_ilp.costs.prices import Prices, once
     from autoshard_ilp.costs.table import build_table
+    from autoshard_ilp.costs.together import axes_together
     from autoshard_ilp.costs.topology import MeshLinks
 
     mesh = request.mesh
@@ -349,6 +350,7 @@ def price(facts: Any, pinned: Pinned, request: Request, first_share: float = 0.0
         prices=prices,
         restriction=pinned.restrict,
         first_share=first_share,
+        together=axes_together(facts.choices_per_axis, mesh.axis_sizes, collectives, pinned.allowed.values()),
     )
 
 
@@ -364,6 +366,19 @@ def build(step: Step, infos: Any, table: Any, request: Request) -> Any:
 def tied_note(table: Any) -> str:
     """What a plan says of the decisions that repeated layers share, as long as no more is known."""
     return f"Repeated layers {shared(table)}; bound and gap are those of plans that do."
+
+
+def together_note(table: Any) -> str:
+    """What a plan says of mesh axes that go together."""
+    return (
+        f"The mesh has too many axes for all of their combinations: {joined_names(table)} split the same dimension of "
+        "every tensor; bound and gap are those of plans in which they do. A pin that uses one of them alone parts them."
+    )
+
+
+def joined_names(table: Any) -> str:
+    """Mesh axes that go together, by name."""
+    return ", and ".join(" and ".join(table.axis_names[axis] for axis in group) for group in table.together)
 
 
 def shared(table: Any) -> str:
@@ -405,6 +420,8 @@ def assemble(
     notes: tuple[str, ...] = ()
     if table.tied:
         notes = (tied_note(table),)
+    if table.together:
+        notes = (*notes, together_note(table))
     notes = (*notes, *loop_notes(graph), *overlap_notes(cost.compute_s, cost.hidden_s, request.profile))
     return Plan(
         mesh=request.mesh,

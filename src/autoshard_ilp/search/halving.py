@@ -43,7 +43,7 @@ FREE = 1e-3
 MIXING_SHARE = 0.4
 """Of the time left: what looking for a mixture may take ..."""
 
-MIXING_TIMES, MIXING_MOST = 4.0, 0.5
+MIXING_TIMES, MIXING_MOST = 8.0, 0.5
 """... and at least so many times what the program took without a budget, since cut off it shows nothing, but no more
 than this share of all the time left."""
 

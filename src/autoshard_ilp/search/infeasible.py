@@ -9,7 +9,7 @@ from typing import Any
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.request import Request
-from autoshard_ilp.search.attempt import Failure, build, price, read
+from autoshard_ilp.search.attempt import Failure, build, joined_names, price, read
 from autoshard_ilp.units import format_bytes
 
 FIRST_PART = 0.8
@@ -50,12 +50,18 @@ def infeasible(failures: Sequence[Failure], request: Request, found: int | None 
     return InfeasibleError(
         f"No plan fits the memory budget. Received: {format_bytes(request.capacity)} per device on a mesh of "
         f"{request.mesh}. The {smallest} is {format_bytes(upper)}, exactly {upper} bytes{proved}; at its peak: "
-        f"{largest}.{named} Raise memory_budget, use more devices, or a smaller batch.",
+        f"{largest}.{named}{_apart(failures)} Raise memory_budget, use more devices, or a smaller batch.",
         minimum_budget=upper,
         minimum_budget_bound=lower,
         contributors=memory.contributors,
         conflicts=pins,
     )
+
+
+def _apart(failures: Sequence[Failure]) -> str:
+    """What is not known where mesh axes go together."""
+    names = next((joined_names(f.table) for f in failures if f.table.together), "")
+    return f" In it the mesh axes {names} split the same dimensions; no other plans were looked at." if names else ""
 
 
 def _smallest_budget(failures: Sequence[Failure], request: Request) -> tuple[Any, int, int, Any]:
@@ -80,10 +86,14 @@ def _smallest_budget(failures: Sequence[Failure], request: Request) -> tuple[Any
         if beyond is not None and failure.least_bytes >= beyond:
             continue
         answer = minimum_capacity(failure.built.program, request.solver, beyond=beyond, seconds=seconds)
+        if failure.table.together:
+            answer = (failure.least_bytes, *answer[1:])  # plans whose mesh axes do not go together may need less
         found.append((failure.built, *answer))
     built, _, upper, choices = min(found, key=lambda item: item[2])
     lower = min(lower for _, lower, _, _ in found)
-    return built, min(upper, max(lower, request.capacity + 1)), upper, choices  # nothing fits the budget itself
+    if not any(failure.table.together for failure in failures):
+        lower = max(lower, request.capacity + 1)  # nothing fits the budget itself
+    return built, min(upper, lower), upper, choices
 
 
 def _pins_at_fault(failures: Sequence[Failure], request: Request, pins: list[str]) -> list[str]:

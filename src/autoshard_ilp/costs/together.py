@@ -1,0 +1,67 @@
+"""Mesh axes that always go together, where a mesh has so many that all of their combinations are too many.
+
+An operation whose rule has f factors has (f + 1) ** n assignments of n mesh axes, and what passes between two
+operations is priced for every pair: a dozen layers on four axes are a hundred million pairs. Two axes that always
+split the same dimension count as one. That is a restriction of the plan, so its bound is that of plans that keep to
+it, and plans say so. Axes whose links are alike go first, of these the ones that are few devices together: there is
+least to lose.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from autoshard_ilp.costs.reshard import CollectiveSeconds
+from autoshard_ilp.sharding import Layout, Together, keeps_together
+
+FEW_AXES = 3
+"""So many decide for themselves on any model."""
+
+MOST_ASSIGNMENTS = 100_000
+"""Of all decisions in all: fewer are left as they are, on meshes of any number of axes."""
+
+ALIKE = 3.0
+"""Ratio of seconds per byte up to which the links of two axes are alike: rings of a torus are, a network is not."""
+
+
+def axes_together(
+    choices: Sequence[int],
+    axis_sizes: Sequence[int],
+    collectives: CollectiveSeconds,
+    allowed: Iterable[frozenset[Layout]] = (),
+) -> Together:
+    """Groups of mesh axes that go together; none where every axis can decide for itself.
+
+    Args:
+        choices: per decision, what one mesh axis can choose from (:func:`autoshard_ilp.strategies.choices_per_axis`).
+        axis_sizes: devices along each mesh axis.
+        collectives: says how fast the links of an axis are.
+        allowed: layouts that pins leave, of every pinned tensor: some of each set stays possible.
+    """
+    groups: list[tuple[int, ...]] = [(axis,) for axis, size in enumerate(axis_sizes) if size > 1]
+    pinned = list(allowed)
+    while len(groups) > FEW_AXES and sum(n ** len(groups) for n in choices) > MOST_ASSIGNMENTS:
+        pairs = [(a, b) for a, b in itertools.pairwise(groups) if _possible(pinned, [*groups, (*a, *b)])]
+        if not pairs:
+            break
+        first, second = min(pairs, key=lambda pair: _loss(pair[0], pair[1], axis_sizes, collectives))
+        at = groups.index(first)
+        groups[at : at + 2] = [(*first, *second)]
+    return tuple(group for group in groups if len(group) > 1)
+
+
+def _possible(pinned: Sequence[frozenset[Layout]], groups: Sequence[tuple[int, ...]]) -> bool:
+    """Whether every pinned tensor has a layout left."""
+    wide = tuple(group for group in groups if len(group) > 1)
+    return all(any(keeps_together(layout, wide) for layout in layouts) for layouts in pinned)
+
+
+def _loss(
+    first: tuple[int, ...], second: tuple[int, ...], axis_sizes: Sequence[int], collectives: CollectiveSeconds
+) -> tuple[bool, int]:
+    """Whether the links of two groups differ, and the devices of both: the less of these, the less is lost."""
+    slow, fast = (collectives.alpha_beta("all-gather", group)[1] for group in (first, second))
+    differ = max(slow, fast) > ALIKE * min(slow, fast)
+    return differ, math.prod(axis_sizes[axis] for axis in (*first, *second))
