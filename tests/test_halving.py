@@ -518,7 +518,7 @@ def test_where_memory_binds_another_part_of_it() -> None:
 
 def test_a_look_at_prices_has_a_multiple_of_what_the_program_took_without_a_budget() -> None:
     """What that is more than its share is added to what follows, as far as there is time."""
-    for took, wanted in ((1.0, 8.0), (3.0, 12.0), (9.0, 25.0)):
+    for took, wanted in ((0.5, 8.0), (2.0, 16.0), (9.0, 25.0)):
         now, parts = [0.0], halving._Parts(1.0, 1.0, 1.0)
         search = halving._Divided(make, _Solver([]), 50.0, lambda now=now: now[0], parts, 9.0, False, 0.0, None)
         search.ends = 20.0

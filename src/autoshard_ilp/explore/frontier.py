@@ -181,7 +181,7 @@ class Frontier:
                 except InfeasibleError:
                     policy.impossible = math.inf
                     continue
-                if policy.problem.table.together:
+                if getattr(policy.problem.table, "together", ()):
                     lower = 0  # plans whose mesh axes do not go together may need less
                 policy.impossible = max(policy.impossible, lower - 1)
                 policy.plans.append(choices)
