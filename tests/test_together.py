@@ -14,7 +14,7 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.costs import together as together_module
 from autoshard_ilp.costs.collectives import CollectiveCosts
 from autoshard_ilp.costs.profile import load_profile
-from autoshard_ilp.costs.together import FEW_AXES, MOST_ASSIGNMENTS, axes_together
+from autoshard_ilp.costs.together import FEW_AXES, MOST_ASSIGNMENTS, MOST_OF_THREE, axes_together
 from autoshard_ilp.costs.topology import MeshLinks
 from autoshard_ilp.deferral import Deferral
 from autoshard_ilp.rules import rule_for
@@ -26,7 +26,7 @@ from profiles_for_tests import toy
 pytestmark = pytest.mark.usefixtures("quick_code")
 
 NAMES = ("a", "b", "c", "d")
-MANY = MOST_ASSIGNMENTS  # decisions, of which each alone is more than one assignment
+MANY = MOST_ASSIGNMENTS // 5**4 + 1  # decisions of five choices each: too many on four axes, and few on three
 HARDWARE = toy(1e8, 1e12)  # so slow at arithmetic that even tiny matmuls are worth splitting
 
 
@@ -65,11 +65,11 @@ def test_strategies_are_those_of_all_that_keep_axes_together(groups, deferral):
 
 
 def test_few_axes_and_small_programs_are_left_alone():
-    assert axes_together([5] * MANY, (2, 2, 2), _links((2, 2, 2))) == ()
-    assert axes_together([5] * MANY, (2, 2, 1, 2), _links((2, 2, 1, 2))) == ()
-    few = MOST_ASSIGNMENTS // 5**4
-    assert axes_together([5] * few, (2, 2, 2, 2), _links((2, 2, 2, 2))) == ()
-    assert axes_together([5] * (few + 1), (2, 2, 2, 2), _links((2, 2, 2, 2))) != ()
+    for sizes, most in (((2, 2, 2), MOST_OF_THREE), ((2, 2, 1, 2), MOST_OF_THREE), ((2, 2, 2, 2), MOST_ASSIGNMENTS)):
+        few = most // 5 ** (4 - sizes.count(1) - (len(sizes) == 3))
+        assert axes_together([5] * few, sizes, _links(sizes)) == ()
+        assert axes_together([5] * (few + 1), sizes, _links(sizes)) != ()
+    assert axes_together([5] * 10 * MOST_OF_THREE, (2, 4), _links((2, 4))) == ()
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,14 @@ def test_few_axes_and_small_programs_are_left_alone():
 )
 def test_alike_links_and_few_devices_go_first(sizes, hardware, wanted):
     assert axes_together([5] * MANY, sizes, _links(sizes, hardware)) == wanted
-    assert len(sizes) - 1 == FEW_AXES
 
 
 def test_five_axes_go_into_three():
     collectives = CollectiveCosts(MeshLinks.create(load_profile("tpu-v5p"), tuple("abcde"), (2,) * 5, None))
     groups = axes_together([5] * MANY, (2,) * 5, collectives)
     assert sum(len(g) - 1 for g in groups) == 2
+    groups = axes_together([5] * MOST_OF_THREE, (2,) * 5, collectives)
+    assert sum(len(g) - 1 for g in groups) == 5 - FEW_AXES
 
 
 def test_pins_part_axes():
@@ -115,8 +116,7 @@ def _model() -> keras.Model:
 @pytest.fixture
 def two_decide(monkeypatch):
     """As if three axes were too many for any model."""
-    monkeypatch.setattr(together_module, "FEW_AXES", 2)
-    monkeypatch.setattr(together_module, "MOST_ASSIGNMENTS", 0)
+    monkeypatch.setattr(together_module, "MOST_OF_THREE", 0)
 
 
 MESH = {"a": 2, "b": 2, "c": 2}
