@@ -89,6 +89,53 @@ def test_uneven_dimensions_are_sent_as_priced(seed):
         assert all(abs(want[k] - got[k]) <= 0.02 * want[k] + 256 for k in want), (start, end, want, got)
 
 
+BETWEEN = (64, 300)
+"""300 divides by 2 and by 4, but not by all 8 devices."""
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "line"),
+    [
+        ((WHOLE, 1), (1, 0), "all-to-all (1,) 19200 ; slice (0,) 0"),
+        ((1, WHOLE), (WHOLE, 1), "all-gather (0,) 76800 ; slice (1,) 0"),
+        ((1, 0), (WHOLE, 1), "all-gather (0,) 19200 ; all-gather (1,) 76800 ; slice (1,) 0"),
+        ((WHOLE, WHOLE), (0, 1), "slice (0,) 0 ; slice (1,) 0"),
+    ],
+)
+def test_what_does_not_divide_in_between_is_cut_last_or_gathered(start, end, line):
+    path = steps(BETWEEN, 4, start, end, SIZES, _costs())
+    assert " ; ".join(f"{s.kind} {s.axes} {s.payload_bytes:.0f}" for s in path) == line
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2), (3, 2, 2)])
+@pytest.mark.parametrize("shape", [BETWEEN, (12, 20), (6, 36, 4)])
+def test_every_step_between_layouts_that_divide_divides(shape, sizes):
+    layouts = divisible_layouts(shape, sizes)
+    pairs = list(itertools.permutations(layouts, 2))
+    for start, end in random.Random(0).sample(pairs, min(600, len(pairs))):
+        path = steps(shape, 4, start, end, sizes, _costs("h100", sizes))
+        assert all(divides(shape, step.after, sizes) for step in path), (start, end, path)
+        assert path[-1].after == end
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_gpu_compiler_sends_what_is_priced_where_it_does_not_divide_in_between():
+    mesh = mesh_of("h100:8")
+    for start, end in [((WHOLE, 1), (1, 0)), ((1, WHOLE), (0, 1)), ((0, 1), (1, WHOLE))]:
+        path = steps(BETWEEN, 2, start, end, SIZES, _costs())
+
+        def walk(x, start=start, path=path):
+            x = jax.lax.with_sharding_constraint(jax.numpy.sin(x), sharding(mesh, start, 2))
+            for now, after in itertools.pairwise((start, *dict.fromkeys(step.after for step in path))):
+                moved = move(x, now, after, mesh, NAMES)
+                x = jax.lax.with_sharding_constraint(x, sharding(mesh, after, 2)) if moved is None else moved
+            return jax.numpy.cos(x)
+
+        want = predicted([(s.kind, s.axes, s.payload_bytes) for s in path if s.kind != "slice"])
+        assert sent(walk, mesh, [BETWEEN], [start], end) == pytest.approx(want, rel=0.01), (start, end)
+
+
 def test_uneven_shards_are_gathered_with_their_padding():
     path = steps((64, 84), 4, (1, 1), (WHOLE, WHOLE), SIZES, _costs())
     assert [(s.kind, s.payload_bytes) for s in path] == [("all-gather", 64 * 88 * 4)], "eight shards of 11 columns"

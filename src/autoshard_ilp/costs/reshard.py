@@ -5,15 +5,15 @@ stops (all-gather), or it moves to another dimension (all-to-all). Slices come f
 all-gathers last because they grow it; of the all-gathers the one that leaves the least to the dearer link goes first.
 An axis that starts or stops sharding a dimension while a *later* mesh axis keeps sharding it would leave the shards in
 the wrong order, which costs a permute of the small shard besides. A dimension that does not divide is gathered whole
-before it is cut otherwise. Partial sums are never resharded: who reads them
-takes them as they are.
+before it is cut otherwise; one that would not divide between two steps is cut last, or gathered, too. Partial sums are
+never resharded: who reads them takes them as they are.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,8 +76,8 @@ def steps(
             if axes:
                 change("slice", axes, (dim,) * len(axes))
 
-    whole_first = _gathered_first(shape, start, end, sizes)
-    slices(dim for dim in sorted(set(end) - {WHOLE}) if dim not in whole_first)
+    whole_first, last = _gathered_first(shape, start, end, sizes), _cut_last(shape, start, end, sizes)
+    slices(dim for dim in sorted(set(end) - {WHOLE}) if dim not in whole_first | last)
     for axis in reversed([a for a in range(len(sizes)) if WHOLE not in (start[a], end[a]) and start[a] != end[a]]):
         if not {start[axis], end[axis]} & whole_first:
             change("all-to-all", (axis,), (end[axis],))
@@ -102,7 +102,7 @@ def _gathered_first(shape: Sequence[int], start: Layout, end: Layout, sizes: Seq
         return tuple(a for a, d in enumerate(layout) if d == dim)
 
     def uneven(dim: int) -> bool:
-        return any(shape[dim] % math.prod(sizes[a] for a in axes(lay, dim)) for lay in (start, end))
+        return any(shape[dim] % n for n in (_shards(end, dim, sizes), *_between(start, end, dim, sizes)))
 
     moved = {d for a, b in zip(start, end, strict=True) if a != b and WHOLE not in (a, b) for d in (a, b)}
     return frozenset(
@@ -110,6 +110,32 @@ def _gathered_first(shape: Sequence[int], start: Layout, end: Layout, sizes: Seq
         for dim in {*start, *end} - {WHOLE}
         if axes(start, dim) != axes(end, dim) and uneven(dim) and (dim in moved or (dim in start and dim in end))
     )
+
+
+def _cut_last(shape: Sequence[int], start: Layout, end: Layout, sizes: Sequence[int]) -> frozenset[int]:
+    """Dimensions that divide at all times if they are cut last, but not if they are cut first.
+
+    300 columns over 4 devices become 300 over 2 others: over all 8 they do not divide, and XLA would gather them.
+    """
+
+    def divides(dim: int, *, cut: bool) -> bool:
+        return not any(shape[dim] % n for n in (_shards(end, dim, sizes), *_between(start, end, dim, sizes, cut=cut)))
+
+    dims = {*end} - {WHOLE}
+    return frozenset(dim for dim in dims if not divides(dim, cut=True) and divides(dim, cut=False))
+
+
+def _shards(layout: Layout, dim: int, sizes: Sequence[int]) -> int:
+    return math.prod(size for size, d in zip(sizes, layout, strict=True) if d == dim)
+
+
+def _between(start: Layout, end: Layout, dim: int, sizes: Sequence[int], *, cut: bool = False) -> Iterator[int]:
+    """Shards of a dimension until the gathers begin, which leave divisors of them; ``cut``: it is cut first."""
+    now = [b if cut and (a, b) == (WHOLE, dim) else a for a, b in zip(start, end, strict=True)]
+    yield _shards(tuple(now), dim, sizes)
+    for axis in reversed([a for a in range(len(sizes)) if WHOLE not in (start[a], end[a]) and start[a] != end[a]]):
+        now[axis] = end[axis]
+        yield _shards(tuple(now), dim, sizes)
 
 
 def seconds(plan: Sequence[Step], costs: CollectiveSeconds) -> float:

@@ -154,11 +154,11 @@ class _Pairs:
 
     def run(self, shape: Sequence[int]) -> None:
         """All steps, in the order that :mod:`autoshard_ilp.costs.reshard` explains."""
-        whole_first = self._gathered_first(shape)
+        whole_first, last = self._gathered_first(shape)
         dims = [d for d in range(len(shape)) if (self.end == d).any()]
         start, end = self.start, self.end
         for dim in dims:
-            self._slice(dim, ~whole_first[:, dim])
+            self._slice(dim, ~whole_first[:, dim] & ~last[:, dim])
         first = np.take_along_axis(whole_first, start, 1) | np.take_along_axis(whole_first, end, 1)
         moves = (start != end) & (start != WHOLE) & (end != WHOLE) & ~first
         for axis in reversed(range(start.shape[1])):
@@ -167,17 +167,32 @@ class _Pairs:
         for dim in dims:
             self._slice(dim, np.ones(len(end), bool))
 
-    def _gathered_first(self, shape: Sequence[int]) -> np.ndarray:
-        """Dimensions gathered whole before they are cut anew, one column each; a last one for WHOLE is False."""
+    def _gathered_first(self, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Dimensions gathered whole before they are cut anew, and those that are cut last: one column each, and one for
+        WHOLE that is False."""
         found = np.zeros((len(self.end), len(shape) + 1), bool)
+        last = found.copy()
         changes = (self.start != self.end) & (self.start != WHOLE) & (self.end != WHOLE)
         for dim, extent in enumerate(shape):
+            if extent % self.held.sizes.prod() == 0:
+                continue  # it divides whatever splits it
             here, there = self.start == dim, self.end == dim
-            uneven = (extent % shards_of(here, self.held.sizes) != 0) | (
-                extent % shards_of(there, self.held.sizes) != 0
-            )
             moved = _any(changes & (here | there)) | (_any(here) & _any(there))
-            found[:, dim] = uneven & moved & _any(here != there)
+            cut_last = self._uneven(extent, here, there, changes)
+            cut_first = self._uneven(extent, here | ((self.start == WHOLE) & there), there, changes)
+            found[:, dim] = cut_last & moved & _any(here != there)
+            last[:, dim] = cut_first & ~cut_last
+        return found, last
+
+    def _uneven(self, extent: int, now: np.ndarray, there: np.ndarray, changes: np.ndarray) -> np.ndarray:
+        """Whether a dimension does not divide at some time, from the axes that split it ``now`` to those of the end."""
+        now = now.copy()
+        found = np.asarray(extent % shards_of(there, self.held.sizes) != 0) | (
+            extent % shards_of(now, self.held.sizes) != 0
+        )
+        for axis in reversed(range(now.shape[1])):
+            now[:, axis] = np.where(changes[:, axis], there[:, axis], now[:, axis])
+            found |= extent % shards_of(now, self.held.sizes) != 0
         return found
 
     def _slice(self, dim: int, allowed: np.ndarray) -> None:
