@@ -157,6 +157,7 @@ _GROWTH_MESHES: Mapping[str, Mapping[str, int]] = {
     "1 axis": {"data": 16},
     "2 axes": _4X4,
     "3 axes": _2X2X4,
+    "4 axes": {"replica": 2, "data": 2, "expert": 2, "model": 2},
 }
 GROWTH: Mapping[str, Case] = {
     **{f"layers / {n}": Case(f"hub:gpt2_small?layers={n}", _2X4, "tpu-v5e", 256, 256) for n in (2, 4, 8, 16, 32)},

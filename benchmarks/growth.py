@@ -25,7 +25,7 @@ def report(rows: list[Row], time_limit: float) -> str:
     """The result file."""
     return (
         f"# Growth of planning\n\n{machine()}\n\nTraining steps of GPT-2 small on TPU v5e, global batch 256 x 256: 2 "
-        "to 32 layers on 8 devices, and 4 layers on meshes of two equal axes, and on 16 devices in one to three axes. "
+        "to 32 layers on 8 devices, and 4 layers on meshes of two equal axes, and on 16 devices in one to four axes. "
         "Seconds of wall clock in a fresh process after the imports; the solver's time limit is "
         f"{time_limit:g} s.\n\n"
         f"{table(map(named, rows), GROWTH_COLUMNS)}\n"
