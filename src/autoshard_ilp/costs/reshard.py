@@ -76,7 +76,8 @@ def steps(
             if axes:
                 change("slice", axes, (dim,) * len(axes))
 
-    whole_first, last = _gathered_first(shape, start, end, sizes), _cut_last(shape, start, end, sizes)
+    whole_first = _gathered_first(shape, start, end, sizes)
+    last = _cut_last(shape, start, end, sizes, whole_first)
     slices(dim for dim in sorted(set(end) - {WHOLE}) if dim not in whole_first | last)
     for axis in reversed([a for a in range(len(sizes)) if WHOLE not in (start[a], end[a]) and start[a] != end[a]]):
         if not {start[axis], end[axis]} & whole_first:
@@ -102,24 +103,28 @@ def _gathered_first(shape: Sequence[int], start: Layout, end: Layout, sizes: Seq
         return tuple(a for a, d in enumerate(layout) if d == dim)
 
     def uneven(dim: int) -> bool:
-        return any(shape[dim] % n for n in (_shards(end, dim, sizes), *_between(start, end, dim, sizes)))
+        return any(shape[dim] % n for n in (_shards(end, dim, sizes), *_between(start, end, dim, sizes, found)))
 
     moved = {d for a, b in zip(start, end, strict=True) if a != b and WHOLE not in (a, b) for d in (a, b)}
-    return frozenset(
-        dim
-        for dim in {*start, *end} - {WHOLE}
-        if axes(start, dim) != axes(end, dim) and uneven(dim) and (dim in moved or (dim in start and dim in end))
-    )
+    changed = {d for d in {*start, *end} - {WHOLE} if axes(start, d) != axes(end, d)}
+    changed = {d for d in changed if d in moved or (d in start and d in end)}
+    found = frozenset[int]()
+    while more := {dim for dim in changed - found if uneven(dim)}:
+        found |= more  # an axis that does not move there stays where it is until the gathers
+    return found
 
 
-def _cut_last(shape: Sequence[int], start: Layout, end: Layout, sizes: Sequence[int]) -> frozenset[int]:
+def _cut_last(
+    shape: Sequence[int], start: Layout, end: Layout, sizes: Sequence[int], whole_first: frozenset[int]
+) -> frozenset[int]:
     """Dimensions that divide at all times if they are cut last, but not if they are cut first.
 
     300 columns over 4 devices become 300 over 2 others: over all 8 they do not divide, and XLA would gather them.
     """
 
     def divides(dim: int, *, cut: bool) -> bool:
-        return not any(shape[dim] % n for n in (_shards(end, dim, sizes), *_between(start, end, dim, sizes, cut=cut)))
+        between = _between(start, end, dim, sizes, whole_first, cut=cut)
+        return not any(shape[dim] % n for n in (_shards(end, dim, sizes), *between))
 
     dims = {*end} - {WHOLE}
     return frozenset(dim for dim in dims if not divides(dim, cut=True) and divides(dim, cut=False))
@@ -129,12 +134,15 @@ def _shards(layout: Layout, dim: int, sizes: Sequence[int]) -> int:
     return math.prod(size for size, d in zip(sizes, layout, strict=True) if d == dim)
 
 
-def _between(start: Layout, end: Layout, dim: int, sizes: Sequence[int], *, cut: bool = False) -> Iterator[int]:
+def _between(
+    start: Layout, end: Layout, dim: int, sizes: Sequence[int], whole_first: frozenset[int], *, cut: bool = False
+) -> Iterator[int]:
     """Shards of a dimension until the gathers begin, which leave divisors of them; ``cut``: it is cut first."""
     now = [b if cut and (a, b) == (WHOLE, dim) else a for a, b in zip(start, end, strict=True)]
     yield _shards(tuple(now), dim, sizes)
     for axis in reversed([a for a in range(len(sizes)) if WHOLE not in (start[a], end[a]) and start[a] != end[a]]):
-        now[axis] = end[axis]
+        if not {start[axis], end[axis]} & whole_first:
+            now[axis] = end[axis]
         yield _shards(tuple(now), dim, sizes)
 
 

@@ -171,17 +171,19 @@ class _Pairs:
         """Dimensions gathered whole before they are cut anew, and those that are cut last: one column each, and one for
         WHOLE that is False."""
         found = np.zeros((len(self.end), len(shape) + 1), bool)
-        last = found.copy()
-        changes = (self.start != self.end) & (self.start != WHOLE) & (self.end != WHOLE)
-        for dim, extent in enumerate(shape):
-            if extent % self.held.sizes.prod() == 0:
-                continue  # it divides whatever splits it
-            here, there = self.start == dim, self.end == dim
-            moved = _any(changes & (here | there)) | (_any(here) & _any(there))
-            cut_last = self._uneven(extent, here, there, changes)
-            cut_first = self._uneven(extent, here | ((self.start == WHOLE) & there), there, changes)
-            found[:, dim] = cut_last & moved & _any(here != there)
-            last[:, dim] = cut_first & ~cut_last
+        last, before = found.copy(), -1
+        dims = [dim for dim, extent in enumerate(shape) if extent % self.held.sizes.prod()]  # others always divide
+        every = (self.start != self.end) & (self.start != WHOLE) & (self.end != WHOLE)
+        while found.sum() > before:
+            before = found.sum()
+            kept = np.take_along_axis(found, self.start, 1) | np.take_along_axis(found, self.end, 1)
+            for dim in dims:
+                here, there = self.start == dim, self.end == dim
+                moved = _any(every & (here | there)) | (_any(here) & _any(there))
+                cut_last = self._uneven(shape[dim], here, there, every & ~kept)
+                cut_first = self._uneven(shape[dim], here | ((self.start == WHOLE) & there), there, every & ~kept)
+                found[:, dim] |= cut_last & moved & _any(here != there)
+                last[:, dim] = cut_first & ~cut_last
         return found, last
 
     def _uneven(self, extent: int, now: np.ndarray, there: np.ndarray, changes: np.ndarray) -> np.ndarray:

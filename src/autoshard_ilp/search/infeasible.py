@@ -44,7 +44,7 @@ def infeasible(failures: Sequence[Failure], request: Request, found: int | None 
     memory = peak_memory(built, choices, request.capacity)
     largest = "; ".join(f"{label} {format_bytes(size)}" for label, size in alike(memory.contributors)[:5])
     smallest = "smallest budget that fits" if lower == upper else "smallest budget found that fits"
-    proved = "" if lower == upper else f" (proved: not below {format_bytes(lower)})"
+    proved = f" (proved: not below {format_bytes(lower)})" if 0 < lower < upper else ""
     pins = _pins_at_fault(failures, request, pins)
     named = f" It fits without the pins {', '.join(pins)}." if pins else ""
     return InfeasibleError(
