@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import autoshard_ilp as autoshard
 from autoshard_ilp.costs import together as together_module
 from autoshard_ilp.costs.collectives import CollectiveCosts
 from autoshard_ilp.costs.profile import load_profile
-from autoshard_ilp.costs.together import FEW_AXES, MOST_ASSIGNMENTS, MOST_OF_THREE, axes_together
+from autoshard_ilp.costs.together import FEW_AXES, MOST_ASSIGNMENTS, MOST_OF_THREE, axes_together, least_seconds
 from autoshard_ilp.costs.topology import MeshLinks
 from autoshard_ilp.deferral import Deferral
 from autoshard_ilp.rules import rule_for
@@ -135,7 +136,11 @@ def test_a_plan_whose_axes_go_together_is_that_of_the_coarser_mesh_and_computes_
     assert any("a and b split the same dimension" in note for note in plan.notes)
     coarse = autoshard.optimize(_model(), {"ab": 4, "c": 2}, **OPTIONS)
     assert not coarse.trail.costs.together
-    assert plan.status == coarse.status == "optimal"
+    assert coarse.status == "optimal" and "none of these plans is faster" in " ".join(plan.notes)
+    assert plan.status == "feasible" and 0 < plan.lower_bound < plan.cost.total_s, (
+        "of plans that part them, little is known"
+    )
+    assert plan.gap == pytest.approx(1 - plan.lower_bound / plan.cost.total_s)
     assert plan.cost.total_s == pytest.approx(coarse.cost.total_s, rel=1e-9)
     x, y = (np.random.default_rng(0).normal(size=(16, n)).astype("float32") for n in (16, 32))
     losses = []
@@ -158,7 +163,7 @@ def test_a_pin_that_uses_one_axis_alone_is_honoured(two_decide):
     assert answers[0].specs[kernel] == spec
     for answer in answers:
         assert (0, 1) not in answer.trail.costs.together and answer.trail.costs.together == ((1, 2),)
-        assert answer.status == "optimal"
+        assert any("b and c split the same dimension" in note for note in answer.notes)
 
 
 def test_explain_says_which_layouts_were_not_looked_at(two_decide):
@@ -177,3 +182,19 @@ def test_what_does_not_fit_is_not_said_to_be_proved(two_decide):
     assert caught.value.minimum_budget_bound < caught.value.minimum_budget
     frontier = autoshard.pareto(_model(), MESH, max_points=2, time_limit=4.0, **options)
     assert not frontier.minimum_bound_bytes and frontier.minimum_bytes
+    assert {point.status for point in frontier.points} == {"feasible"} and not frontier.complete
+
+
+def test_the_bound_of_all_plans_is_that_of_the_arithmetic(two_decide, monkeypatch):
+    """Of plans whose axes are apart, too, and of every operation."""
+    plan = autoshard.optimize(_model(), MESH, **OPTIONS)
+    again = plan.what_if(progress=False)
+    assert (again.status, again.lower_bound) == ("feasible", pytest.approx(plan.lower_bound))
+    monkeypatch.setattr(together_module, "MOST_OF_THREE", 10**9)
+    apart = autoshard.optimize(_model(), MESH, **OPTIONS)
+    assert apart.status == "optimal" and not apart.trail.costs.together
+    assert 0 < plan.lower_bound <= apart.cost.total_s <= plan.cost.total_s
+    assert plan.lower_bound == pytest.approx(least_seconds(apart.trail.costs))
+    for cls in apart.trail.costs.classes:
+        alone = least_seconds(replace(apart.trail.costs, classes=(cls,)))
+        assert alone <= cls.count * cls.compute_seconds.min() * (1 + 1e-9), apart.trail.graph.ops[cls.members[0]]

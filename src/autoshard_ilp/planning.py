@@ -19,6 +19,7 @@ from autoshard_ilp.progress import Progress
 from autoshard_ilp.request import Request
 from autoshard_ilp.search.anyplan import any_plan
 from autoshard_ilp.search.attempt import Failure, assemble, attempt, free_peak_bytes, left_of, report_of
+from autoshard_ilp.search.axes import of_all_axes
 from autoshard_ilp.search.early import EarlyProofs
 from autoshard_ilp.search.halving import Left
 from autoshard_ilp.search.rematsearch import blocks_of, memory_share, recomputed_share, search
@@ -92,9 +93,10 @@ def _search(
             make = _maker(request, progress, mode=traced.mode, batch_size=traced.batch_size)
             left = limit - (clock() - began)
             plan, failures = any_plan(found.failures, request, progress, make, left)
-            return with_history(plan, policies, failures)
+            return of_all_axes(with_history(plan, policies, failures))
         left = limit - (clock() - began)
-        return found.proved(without_ties(with_history(found.plan, policies, found.failures), progress, left, early))
+        plan = without_ties(with_history(found.plan, policies, found.failures), progress, left, early)
+        return of_all_axes(found.proved(plan))
 
 
 def _maker(
@@ -182,8 +184,8 @@ def plan_step(step: Step, infos: Any, request: Request, progress: Progress, **op
         early.expect(step.graph)
         found = attempt(step, infos, request, progress, early=early, **options)
         if isinstance(found, Failure):
-            return any_plan([found], request, progress, _maker(request, progress, **options))[0]
-        return without_ties(found, progress, request.solver.time_limit - (clock() - began), early)
+            return of_all_axes(any_plan([found], request, progress, _maker(request, progress, **options))[0])
+        return of_all_axes(without_ties(found, progress, request.solver.time_limit - (clock() - began), early))
 
 
 def with_history(plan: Plan, policies: Sequence[str], failures: Sequence[Failure]) -> Plan:

@@ -2,9 +2,9 @@
 
 An operation whose rule has f factors has (f + 1) ** n assignments of n mesh axes, and what passes between two
 operations is priced for every pair: a dozen layers on four axes are a hundred million pairs. Two axes that always
-split the same dimension count as one. That is a restriction of the plan, so its bound is that of plans that keep to
-it, and plans say so. Axes whose links are alike go first, of these the ones that are few devices together: there is
-least to lose.
+split the same dimension count as one. That is a restriction of the plan: of all others only what their arithmetic
+takes is known (:func:`least_seconds`), and plans say so. Axes whose links are alike go first, of these the ones that
+are few devices together: there is least to lose.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from autoshard_ilp.costs.reshard import CollectiveSeconds
-from autoshard_ilp.sharding import Layout, Together, keeps_together
+from autoshard_ilp.sharding import WHOLE, Layout, Together, keeps_together
 
 FEW_AXES = 2
 """So many decide for themselves on any model."""
@@ -72,3 +73,22 @@ def _loss(
     slow, fast = (collectives.alpha_beta("all-gather", group)[1] for group in (first, second))
     differ = max(slow, fast) > ALIKE * min(slow, fast)
     return differ, math.prod(axis_sizes[axis] for axis in (*first, *second))
+
+
+def least_seconds(table: Any, weight: float = 1.0) -> float:
+    """Seconds that no plan falls short of: the work of every operation, shared by all devices.
+
+    Args:
+        table: a :class:`~autoshard_ilp.costs.table.CostTable`; what pins leave no whole strategy of counts nothing.
+        weight: what a second of compute counts (:func:`autoshard_ilp.costs.build.weight_of`).
+    """
+    total = 0.0
+    for cls in table.classes:
+        whole = [i for i, s in enumerate(cls.strategies) if _is_whole(s)]
+        total += cls.count * min((float(cls.compute_seconds[i]) for i in whole), default=0.0)
+    return weight * total / math.prod(table.axis_sizes)
+
+
+def _is_whole(strategy: Any) -> bool:
+    layouts = (*strategy.operands, *strategy.results)
+    return all(layout is not None and set(layout) <= {WHOLE} for layout in layouts)

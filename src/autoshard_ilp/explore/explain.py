@@ -33,7 +33,7 @@ from autoshard_ilp.pins import class_masks, path_shapes
 from autoshard_ilp.plan import Plan
 from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.search.attempt import joined_names
+from autoshard_ilp.search.axes import joined_names
 from autoshard_ilp.sharding import Layout, divisible_layouts, keeps_together, to_partition_spec
 
 SHOWN_DIFFERENCES = 2

@@ -19,6 +19,7 @@ import numpy as np
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.explore.again import Known, Problem, solved
 from autoshard_ilp.program.kernels.loading import clock
+from autoshard_ilp.search.axes import bound_of_all
 
 INTERRUPTED = "interrupted"
 SAME = 1e-9
@@ -162,6 +163,7 @@ class Frontier:
             return None
         cost, chosen, solution = best
         bound = min(cost, *(p.bound(limit) for p in self.policies))
+        bound = bound_of_all(chosen.problem.table, bound, chosen.problem.request.objective)
         slack = SAME * abs(cost) + float(solution.report.get("rounding_error_seconds", 0.0))
         found = Probe(budget, chosen.problem, solution, bound, cost - bound <= slack)
         self.probes.append(found)

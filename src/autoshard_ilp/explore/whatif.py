@@ -129,6 +129,7 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
     from autoshard_ilp.planning import Expected, needed_share, with_history
     from autoshard_ilp.search.anyplan import any_plan
     from autoshard_ilp.search.attempt import tied_note
+    from autoshard_ilp.search.axes import of_all_axes
     from autoshard_ilp.search.rematsearch import (
         DEAR_SHARE,
         SOME_SHARE,
@@ -152,7 +153,7 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
         at_once = soon(plan, request, progress, lambda: _others_fit(plan, known, request, progress))
         if at_once is not None:
             assert plan.trail is not None
-            return with_history(at_once, policies, plan.trail.failures)
+            return of_all_axes(with_history(at_once, policies, plan.trail.failures))
 
     expected = Expected(policies)
 
@@ -170,11 +171,11 @@ def planned(plan: Plan, request: Any, policies: tuple[str, ...], progress: Progr
             return plan_of(failure.problem, solution, progress, plan)
 
         made, failures = any_plan(found.failures, request, progress, make, limit - (clock() - began))
-        return with_history(made, policies, failures)
+        return of_all_axes(with_history(made, policies, failures))
     made = with_history(found.plan, policies, found.failures)
     if made.trail is not None and len(made.trail.graph.ops) <= NODES:
         made = without_ties(made, progress, limit - (clock() - began))
-    return found.proved(made)
+    return of_all_axes(found.proved(made))
 
 
 def _still_best(plan: Plan, request: Any, policies: tuple[str, ...]) -> bool:

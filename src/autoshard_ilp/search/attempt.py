@@ -368,19 +368,6 @@ def tied_note(table: Any) -> str:
     return f"Repeated layers {shared(table)}; bound and gap are those of plans that do."
 
 
-def together_note(table: Any) -> str:
-    """What a plan says of mesh axes that go together."""
-    return (
-        f"The mesh has too many axes for all of their combinations: {joined_names(table)} split the same dimension of "
-        "every tensor; bound and gap are those of plans in which they do. A pin that uses one of them alone parts them."
-    )
-
-
-def joined_names(table: Any) -> str:
-    """Mesh axes that go together, by name."""
-    return ", and ".join(" and ".join(table.axis_names[axis] for axis in group) for group in table.together)
-
-
 def shared(table: Any) -> str:
     """Which decisions repeated layers share."""
     if not table.first_share:
@@ -420,8 +407,6 @@ def assemble(
     notes: tuple[str, ...] = ()
     if table.tied:
         notes = (tied_note(table),)
-    if table.together:
-        notes = (*notes, together_note(table))
     notes = (*notes, *loop_notes(graph), *overlap_notes(cost.compute_s, cost.hidden_s, request.profile))
     return Plan(
         mesh=request.mesh,

@@ -9,7 +9,8 @@ from typing import Any
 from autoshard_ilp.errors import InfeasibleError
 from autoshard_ilp.program.kernels.loading import clock
 from autoshard_ilp.request import Request
-from autoshard_ilp.search.attempt import Failure, build, joined_names, price, read
+from autoshard_ilp.search.attempt import Failure, build, price, read
+from autoshard_ilp.search.axes import joined_names
 from autoshard_ilp.units import format_bytes
 
 FIRST_PART = 0.8
