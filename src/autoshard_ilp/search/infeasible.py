@@ -35,7 +35,7 @@ def infeasible(failures: Sequence[Failure], request: Request, found: int | None 
             conflicts=pins,
         )
     try:
-        built, lower, upper, choices = _smallest_budget(failures, request)
+        built, lower, upper, choices, joined = _smallest_budget(failures, request)
     except InfeasibleError:
         return InfeasibleError(
             f"The pins must leave a layout for every tensor at some budget. Received: {', '.join(pins)}, which leave "
@@ -51,7 +51,7 @@ def infeasible(failures: Sequence[Failure], request: Request, found: int | None 
     return InfeasibleError(
         f"No plan fits the memory budget. Received: {format_bytes(request.capacity)} per device on a mesh of "
         f"{request.mesh}. The {smallest} is {format_bytes(upper)}, exactly {upper} bytes{proved}; at its peak: "
-        f"{largest}.{named}{_apart(failures)} Raise memory_budget, use more devices, or a smaller batch.",
+        f"{largest}.{named}{joined} Raise memory_budget, use more devices, or a smaller batch.",
         minimum_budget=upper,
         minimum_budget_bound=lower,
         contributors=memory.contributors,
@@ -59,14 +59,9 @@ def infeasible(failures: Sequence[Failure], request: Request, found: int | None 
     )
 
 
-def _apart(failures: Sequence[Failure]) -> str:
-    """What is not known where mesh axes go together."""
-    names = next((joined_names(f.table) for f in failures if f.table.together), "")
-    return f" In it the mesh axes {names} split the same dimensions; no other plans were looked at." if names else ""
-
-
-def _smallest_budget(failures: Sequence[Failure], request: Request) -> tuple[Any, int, int, Any]:
-    """The program that fits the least budget, a proved bound of that budget, the budget (bytes) and its choices.
+def _smallest_budget(failures: Sequence[Failure], request: Request) -> tuple[Any, int, int, Any, str]:
+    """The program that fits the least budget, a proved bound of that budget, the budget (bytes), its choices, and what is
+    not known where mesh axes go together.
 
     All policies share the time of one. The last one tried, which recomputes the most, comes first; another is left as
     soon as it is known to need as much as one before it.
@@ -79,7 +74,7 @@ def _smallest_budget(failures: Sequence[Failure], request: Request) -> tuple[Any
 
     likely = failures[::-1]
     deadline = clock() + min(SECONDS, request.solver.time_limit)
-    found = list[tuple[Any, int, int, Any]]()
+    found, joined = list[tuple[Any, int, int, Any]](), ""
     for failure in likely:
         left = max(0.0, deadline - clock())
         seconds = left if failure is likely[-1] else FIRST_PART * left
@@ -89,12 +84,14 @@ def _smallest_budget(failures: Sequence[Failure], request: Request) -> tuple[Any
         answer = minimum_capacity(failure.built.program, request.solver, beyond=beyond, seconds=seconds)
         if failure.table.together:
             answer = (failure.least_bytes, *answer[1:])  # plans whose mesh axes do not go together may need less
+            names = joined_names(failure.table)
+            joined = f" In it the mesh axes {names} split the same dimensions; no other plans were looked at."
         found.append((failure.built, *answer))
     built, _, upper, choices = min(found, key=lambda item: item[2])
     lower = min(lower for _, lower, _, _ in found)
-    if not any(failure.table.together for failure in failures):
+    if not joined:
         lower = max(lower, request.capacity + 1)  # nothing fits the budget itself
-    return built, min(upper, lower), upper, choices
+    return built, min(upper, lower), upper, choices, joined
 
 
 def _pins_at_fault(failures: Sequence[Failure], request: Request, pins: list[str]) -> list[str]:
