@@ -60,8 +60,8 @@ def infeasible(failures: Sequence[Failure], request: Request, found: int | None 
 
 
 def _smallest_budget(failures: Sequence[Failure], request: Request) -> tuple[Any, int, int, Any, str]:
-    """The program that fits the least budget, a proved bound of that budget, the budget (bytes), its choices, and what is
-    not known where mesh axes go together.
+    """The program that fits the least budget, a proved bound of that budget, the budget (bytes), its choices, and what
+    is not known where mesh axes go together.
 
     All policies share the time of one. The last one tried, which recomputes the most, comes first; another is left as
     soon as it is known to need as much as one before it.
