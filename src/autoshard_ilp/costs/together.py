@@ -1,10 +1,10 @@
 """Mesh axes that always go together, where a mesh has so many that all of their combinations are too many.
 
 An operation whose rule has f factors has (f + 1) ** n assignments of n mesh axes, and what passes between two
-operations is priced for every pair: a dozen layers on four axes are a hundred million pairs. Two axes that always
-split the same dimension count as one. That is a restriction of the plan: of all others only what their arithmetic
-takes is known (:func:`least_seconds`), and plans say so. Axes whose links are alike go first, of these the ones that
-are few devices together: there is least to lose.
+operations is priced for every pair: GPT-2 has 6.5 million of these on 2x2x2, DenseNet-201 76 million. Two axes that
+always split the same dimension count as one. That is a restriction of the plan: of all others only what their
+arithmetic takes is known (:func:`least_seconds`), and plans say so. Axes whose links are alike go first, of these the
+ones that are few devices together: there is least to lose.
 """
 
 from __future__ import annotations

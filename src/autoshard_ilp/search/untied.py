@@ -122,9 +122,8 @@ def _shown(plan: Plan, progress: Progress, seconds: float, early: EarlyProofs | 
             solution.report["priced_bound"] = PricedBound(prices, bound, trail.request.capacity)
         open_gap = solution.objective - bound > CLOSE * solution.objective
         if binds and open_gap and len(step.op_ids) <= NODES:
-            if (
-                begun is not None and begun.table is not trail.costs
-            ):  # of its own table, or equal costs would be told apart otherwise
+            if begun is not None and begun.table is not trail.costs:
+                # Of its own table, or equal costs would be told apart otherwise.
                 step = apart(trail.costs, built, plan.objective, prices)
                 known = solution.choices[step.classes]
             left = PART * (seconds - (clock() - start))
