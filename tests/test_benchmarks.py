@@ -51,6 +51,7 @@ def test_growth_smoke(tmp_path):
     assert (row["grows"], row["status"]) == ("mlp", "optimal")
 
 
+@pytest.mark.slow
 def test_explore_speed_smoke(tmp_path):
     printed = smoke("explore_speed.py", tmp_path)
     rows = table_rows(printed[printed.index("# Questions") :])

@@ -133,7 +133,11 @@ def causal(depth: int = 8) -> keras.Model:
 
 @needs_cuda
 @pytest.mark.parametrize(
-    ("how", "most"), [("selective", 1.05), pytest.param("full", 1.3, marks=unlike_jax_12("1.63 times"))]
+    ("how", "most"),
+    [
+        pytest.param("selective", 1.05, marks=pytest.mark.slow),
+        pytest.param("full", 1.3, marks=unlike_jax_12("1.63 times")),
+    ],
 )
 def test_padded_operands_are_computed_again(how: str, most: float) -> None:
     """Most of a padded operand is a copy of what is padded: were only the padding to wait for the backward pass, the

@@ -113,6 +113,7 @@ def test_the_costs_of_a_plan_are_those_of_its_collectives():
     assert plan.cost.total_s == pytest.approx(plan.trail.program.cost(plan.trail.solution.choices), rel=1e-9)
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_many_small_gathers_take_what_the_compiler_makes_of_them():
     """Each paying its fixed time, they would take 1.5 ms; combined they take a quarter of that."""

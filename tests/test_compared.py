@@ -35,6 +35,7 @@ def planned(function: Any, *args: Any) -> Any:
     return plan.jit()(*args)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12)  # each compiles a program of its own
 @given(
     rank=st.integers(2, 4),

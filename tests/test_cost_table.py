@@ -192,6 +192,7 @@ def test_folded_and_free_layers_have_the_same_optimum():
     assert folded.memory.peak_bytes > 0
 
 
+@pytest.mark.slow
 def test_twice_the_layers_make_no_bigger_program():
     options = {"hardware": toy(), "batch_size": 64, "solver": autoshard.SolverOptions(time_limit=2)}
     small, large = (autoshard.optimize(_deep(n), MESH, **options) for n in (6, 12))

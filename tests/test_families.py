@@ -126,7 +126,7 @@ def test_a_search_whose_windows_take_long_looks_into_families(seconds: float, mo
     assert "families" not in alone.report["seconds"]
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("wide", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_wide_net_looks_into_families_whose_plans_are_most_like_the_best(
     wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

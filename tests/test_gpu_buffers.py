@@ -341,6 +341,7 @@ def test_stacks_of_matrices_are_read_as_they_were_stacked(monkeypatch: pytest.Mo
     assert now == pytest.approx(plan.memory.peak_bytes, rel=0.05)
 
 
+@pytest.mark.slow
 @needs_cuda
 @unlike_jax_12("331 MB of 349 MB predicted")
 def test_loops_hold_what_was_gathered_for_them_instead_of_what_was_stacked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_a_kernel_is_copied_until_the_gradient_of_the_image() -> None:
     ("kernel", "optimizer", "dtype"),
     [
         pytest.param(5, "adam", "float32", marks=pytest.mark.slow),
-        (4, "sgd", "float32"),
+        pytest.param(4, "sgd", "float32", marks=pytest.mark.slow),
         pytest.param(5, "adam", "mixed_bfloat16", marks=pytest.mark.slow),
     ],
 )

@@ -117,7 +117,7 @@ def test_coarser_meshes_come_before_what_people_write(asked_again: bool) -> None
     assert shares == sorted(shares, reverse=True)
 
 
-@pytest.mark.parametrize("pins", [None, {"up_1/kernel$": (None, "model")}])
+@pytest.mark.parametrize("pins", [pytest.param(None, marks=pytest.mark.slow), {"up_1/kernel$": (None, "model")}])
 def test_a_question_goes_on_from_plans_of_kinds(pins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where prices have shown no plan that is good enough."""
     monkeypatch.setattr(halving, "POOR", -1.0)

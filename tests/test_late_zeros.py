@@ -73,6 +73,7 @@ def convolutions() -> Any:
     return net
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_no_zeros_are_held_from_the_start_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def compiled() -> Any:

@@ -23,7 +23,7 @@ from autoshard_ilp.planning import LAST_PLAN_PART, PLAN_PART, Expected
 from autoshard_ilp.program.kernels import loading
 from autoshard_ilp.program.nets import core
 from autoshard_ilp.progress import Progress
-from autoshard_ilp.search import anyplan, attempt
+from autoshard_ilp.search import anyplan, attempt, infeasible
 from autoshard_ilp.search.rematsearch import search
 
 
@@ -206,18 +206,19 @@ def test_a_policy_without_a_plan_leaves_time_for_those_that_hold_less(monkeypatc
 
 def test_policies_share_the_time_for_the_smallest_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the others are told what the first of them needs, so that they end once they are known to need as much."""
-    asked, whole = list[dict[str, Any]](), program.minimum_capacity
+    asked, passed, whole = list[dict[str, Any]](), [0.0], program.minimum_capacity
 
-    def recorded(*args: Any, **keywords: Any) -> Any:
-        asked.append({**keywords, "deadline": loading.clock() + keywords["seconds"]})
+    def all_its_time(*args: Any, **keywords: Any) -> Any:
+        asked.append(keywords)
+        passed[0] += keywords["seconds"]
         return whole(*args, **keywords)
 
-    monkeypatch.setattr(program, "minimum_capacity", recorded)
+    monkeypatch.setattr(program, "minimum_capacity", all_its_time)
+    monkeypatch.setattr(infeasible, "clock", lambda: passed[0])
     limit = autoshard.SolverOptions(time_limit=3)
     with pytest.raises(autoshard.InfeasibleError) as error:
         autoshard.optimize(functools.partial(deep, 2), {"data": 2}, 1000, batch_size=64, hardware="h100", solver=limit)
     needs = [keywords["beyond"] for keywords in asked]
     assert len(needs) > 1 and needs[0] is None and None not in needs[1:]
-    first = asked[0]["deadline"] - asked[0]["seconds"]
-    assert max(keywords["deadline"] for keywords in asked) <= first + 3.01
+    assert all(keywords["seconds"] > 0 for keywords in asked) and passed[0] <= 3 + 1e-9
     assert error.value.minimum_budget <= min(needs[1:])

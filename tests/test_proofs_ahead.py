@@ -159,7 +159,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return jobs
 
 
-@pytest.mark.parametrize("share", [None, 0.9])
+@pytest.mark.parametrize("share", [None, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_plans_are_those_without_it(
     share: float | None, begun: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ def test_products_that_both_passes_read_would_be_kept_in_pieces() -> None:
     assert not kept_in_pieces(graph, lambda op: [None] * len(op.inputs), (8,))
 
 
+@pytest.mark.slow
 @needs_cuda
 def test_they_are_added_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned_streams()

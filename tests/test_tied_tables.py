@@ -73,6 +73,7 @@ def test_what_a_plan_counts_as_one_copy_depends_on_the_hardware(plan: autoshard.
     assert found.points[0].total_s == pytest.approx(plan.cost.total_s, rel=1e-6)
 
 
+@pytest.mark.slow
 @needs_cuda
 @pytest.mark.cuda
 def test_the_table_is_gathered_once(plan: autoshard.Plan, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def tied_only(monkeypatch: pytest.MonkeyPatch) -> Any:
 BINDING: dict[str, Any] = {**OPTIONS, "batch_size": 4096}
 
 
-@pytest.mark.parametrize("share", [None, 0.9])
+@pytest.mark.parametrize("share", [None, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_bound_and_plan_are_those_of_the_step_without_ties(
     share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

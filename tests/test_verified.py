@@ -133,7 +133,7 @@ def test_other_failures_of_a_compilation_are_not_swallowed(small: Plan) -> None:
 @needs_cuda
 def test_the_real_compiler_decides_whether_it_fits() -> None:
     options: dict[str, Any] = {"hardware": "h100", "batch_size": 16384, "pins": {"inputs|targets": "data"}}
-    options |= {"progress": False, "solver": autoshard.SolverOptions(time_limit=8, relative_gap=0.02)}
+    options |= {"progress": False, "solver": autoshard.SolverOptions(time_limit=4, relative_gap=0.02)}
     free = autoshard.optimize(model, MESH, remat="never", **options)
     compiled = free.verify("h100:8").compiled_peak_bytes
     budget = int(0.8 * min(compiled, free.memory.peak_bytes))

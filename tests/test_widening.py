@@ -82,6 +82,7 @@ def test_wide_nodes_with_large_tables_are_left_to_windows(monkeypatch: pytest.Mo
     assert -1000.0 < solution.seconds < -800.0
 
 
+@pytest.mark.slow
 def test_what_follows_windows_has_the_time_that_compiling_them_took(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "TOO_DEAR", 0.0)
     monkeypatch.setattr(core, "DEAR", 0.0)
