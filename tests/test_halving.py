@@ -360,11 +360,18 @@ def test_a_poor_start_is_compared_with_plans_of_known_kinds(one_kind: None) -> N
     assert found.report["by_kind"]
 
 
-def test_a_good_start_needs_no_kinds(one_kind: None) -> None:
-    first, good = solution(np.inf, "feasible", 1.9, large=True), solution(2.05, "feasible", 2.0)
-    solver = _Solver([first, good, solution(2.02, "feasible", 2.0)])
+@pytest.mark.parametrize(("cost", "good"), [(2.015, True), (2.03, False)])
+def test_a_good_start_needs_no_kinds(cost: float, good: bool, one_kind: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the plan that is put together, which may be better than what prices have met."""
+    monkeypatch.setattr(FINE.program, "cost", lambda x: cost if x[0] == 7 else 2.01)
+    first, met = solution(np.inf, "feasible", 1.9, large=True), solution(2.05, "feasible", 2.0)
+    kind = [] if good else [of_kind(2.01)]
+    solver = _Solver([first, met, *kind, solution(2.005, "feasible", 2.0)])
     _, found, _ = solve_divided(make, solver, 100.0, lambda: solver.now)
-    assert solver.names() == ["tied", "prices", "fine"] and not found.report["by_kind"]
+    assert solver.names() == ["tied", "prices", *["kind"] * len(kind), "fine"]
+    assert found.report["by_kind"] != good
+    assert solver.asked[-1][1] == ([7, 9, 9] if good else [1, 1, 1])
+    assert good or solver.asked[2][3]["cutoff"] == cost, "only a better one is of use"
 
 
 @pytest.mark.parametrize("better", [True, False])
@@ -516,13 +523,14 @@ def test_where_memory_binds_another_part_of_it() -> None:
     assert solver.asked[2][3]["steady_seconds"] == 20.0 and solver.asked[2][3]["plan_seconds"] == pytest.approx(12.0)
 
 
-def test_a_look_at_prices_has_a_multiple_of_what_the_program_took_without_a_budget() -> None:
+def test_what_shows_nothing_when_cut_off_has_a_multiple_of_what_the_program_took_without_a_budget() -> None:
     """What that is more than its share is added to what follows, as far as there is time."""
     for took, wanted in ((0.5, 8.0), (2.0, 16.0), (9.0, 25.0)):
         now, parts = [0.0], halving._Parts(1.0, 1.0, 1.0)
         search = halving._Divided(make, _Solver([]), 50.0, lambda now=now: now[0], parts, 9.0, False, 0.0, None)
         search.ends = 20.0
-        assert search._for_mixing(Left(0.0, None, np.array([7, 8]), -np.inf, 1.9, took)) == pytest.approx(wanted)
+        search.known = Left(0.0, None, np.array([7, 8]), -np.inf, 1.9, took)
+        assert search._of_what_follows(0.4, 8.0, 0.5) == pytest.approx(wanted)
         now[0] = wanted
         assert search.until_end() == pytest.approx(20.0 - 8.0), "what follows has what it had"
 

@@ -115,6 +115,12 @@ def test_coarser_meshes_come_before_what_people_write(asked_again: bool) -> None
     assert len(list(problem.kinds(None, 0.0))) == len(recipes)
     shares = [np.mean([mask[s] for mask, s in zip(kept, choices, strict=True)]) for kept in every[: -len(recipes)]]
     assert shares == sorted(shares, reverse=True)
+    some = list(problem.kinds(choices, shares[1]))
+    assert 1 + len(recipes) < len(some)
+    for kept, same in zip(some, [every[0], *recipes, *every[1:]], strict=False):
+        assert all(map(np.array_equal, kept, same)), (
+            "recipes take little time, and come before the second of the others"
+        )
 
 
 @pytest.mark.parametrize("pins", [pytest.param(None, marks=pytest.mark.slow), {"up_1/kernel$": (None, "model")}])
@@ -177,6 +183,13 @@ def test_one_plan_may_be_enough(program: Any) -> None:
     solver = Solver((9.5, None), (2.0, [1, 0]), (1.0, [0, 0]))
     plans, _ = starts_of_kinds(program, masks(LAST, LAST, FIRST), solver, 100.0, lambda: solver.now, 9.0, one=True)
     assert len(plans) == 1 and len(solver.asked) == 2
+
+
+def test_a_plan_that_is_good_enough_is_the_last(program: Any) -> None:
+    solver = Solver((2.0, [1, 0]), (1.0, [0, 0]), (0.5, [0, 0]))
+    kept = masks(LAST, FIRST, LAST)
+    plans, _ = starts_of_kinds(program, kept, solver, 100.0, lambda: solver.now, 9.0, good=1.0)
+    assert [x.tolist() for x in plans] == [[2, 0], [0, 1]] and len(solver.asked) == 2
 
 
 def test_an_interrupt_ends_it_and_keeps_what_was_found(program: Any) -> None:

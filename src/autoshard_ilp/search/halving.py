@@ -53,8 +53,14 @@ ALONE_SHARE = 0.4
 POOR = 0.05
 """Relative distance to the bound of a plan met on the way that is no good start: plans of known kinds come next."""
 
+GOOD = 0.01
+"""Relative distance to the bound of a start put together from what was met that needs no plans of known kinds."""
+
 KINDS_SHARE = 0.5
 """Of the time left then: what these may take ..."""
+
+KINDS_TIMES, KINDS_MOST = 10.0, 0.45
+"""... with the same two limits, since cut off they show nothing either ..."""
 
 KINDS_ALONE = 0.9
 """... and where one step of many is looked at: the best is taken up again."""
@@ -255,6 +261,7 @@ class _Divided(Generic[P]):
         plans: of ``one``, to begin from.
         prices: time -> seconds per byte in use then.
         mixed, division: what a mixture of plans has shown, and how it divides the layers.
+        looked: for plans of known kinds.
         stopped: interrupted; the best plan is taken as soon as may be.
     """
 
@@ -282,7 +289,7 @@ class _Divided(Generic[P]):
         self.prices: Mapping[int, float] | None = None
         self.mixed: Any = None
         self.division: Division | None = None
-        self.stopped = False
+        self.looked = self.stopped = False
 
     @functools.cached_property
     def one(self) -> P:
@@ -379,7 +386,7 @@ class _Divided(Generic[P]):
         large = wide(one.program)
         if not large and not self.by_kind:
             before = True if tied is None or tied.mixed is None else tied.mixed
-            seconds = self._for_mixing(known)
+            seconds = self._of_what_follows(MIXING_SHARE, MIXING_TIMES, MIXING_MOST)
             more = {"relaxed": known.relaxed, "without_memory": known.without_memory}
             shown = self.solve(one, None, seconds, mixing=before, **more)
             if shown.report.get("interrupted"):
@@ -402,21 +409,27 @@ class _Divided(Generic[P]):
             self._of_kinds(best)
         return None
 
-    def _for_mixing(self, known: Left) -> float:
-        """Seconds for a look at prices; what is more than its share is added to what follows."""
-        share = MIXING_SHARE * self.until_end()
-        seconds = max(share, min(MIXING_TIMES * known.free_seconds, MIXING_MOST * self.left()))
-        self.ends = min(self.deadline, self.ends + seconds - share)
+    def _of_what_follows(self, share: float, times: float, most: float) -> float:
+        """Seconds: a share of the time left, or as many ``times`` what the program took without a budget, if that is at
+        most so large a share of the whole limit's; what is more than its share is added to what follows."""
+        part = share * self.until_end()
+        seconds = max(part, min(times * self._known().free_seconds, most * self.left()))
+        self.ends = min(self.deadline, self.ends + seconds - part)
         return seconds
 
     def _of_kinds(self, best: float) -> None:
         """Plans of known kinds, that cost less than the ``best`` so far; the first one will do where that is long."""
-        seconds = (KINDS_ALONE if self.by_kind else KINDS_SHARE) * self.until_end()
+        if self.by_kind or self.known is None:
+            seconds = (KINDS_ALONE if self.by_kind else KINDS_SHARE) * self.until_end()
+        else:
+            seconds = self._of_what_follows(KINDS_SHARE, KINDS_TIMES, KINDS_MOST)
         least, one = min(best, self.cutoff), self.one
         large = wide(one.program)
         first, like = self.by_kind or large, None if self.known is None else self.known.relaxed
         kinds = one.kinds(like, 0.0 if large else NEARLY)
-        more, self.stopped = starts_of_kinds(one.program, kinds, self.solve, seconds, self.clock, least, one=first)
+        good, self.looked = (1 + GOOD) * self.bound, True
+        limits = seconds, self.clock, least
+        more, self.stopped = starts_of_kinds(one.program, kinds, self.solve, *limits, one=first, good=good)
         if self.stopped or (self.by_kind and more):  # one of many similar steps: the best of them is taken up again
             self.ends = self.clock()
         self.plans, self.by_kind = [*self.plans, *more], self.by_kind or bool(more)
@@ -427,6 +440,11 @@ class _Divided(Generic[P]):
         fine = self.make((0.0 if self.by_kind else HALF) if self.division is None else self.division.first_share)
         relaxed = start_of(one.table, fine.table, known.relaxed)
         start = self._start(fine, relaxed)
+        cost = _cost_if_it_fits(fine.program, start)
+        if not (self.looked or self.stopped) and cost > (1 + GOOD) * self.bound:
+            met = len(self.plans)
+            self._of_kinds(cost)
+            start = self._start(fine, relaxed) if len(self.plans) > met else start
         free = self._without_ties(fine, start, known)
         if free is not None:
             known = replace(known, lower_bound=max(known.lower_bound, free), without_memory=free)
@@ -518,6 +536,12 @@ def best_of(program: Any, starts: Sequence[np.ndarray]) -> np.ndarray | None:
         if math.isfinite(cost):
             ranked.append((max(0, program.peak(choices) - program.capacity), cost, position))
     return starts[min(ranked)[2]] if ranked else None
+
+
+def _cost_if_it_fits(program: Any, choices: np.ndarray | None) -> float:
+    """Seconds; infinite where a plan does not fit, or there is none."""
+    fits = choices is not None and program.peak(choices) <= program.capacity
+    return float(program.cost(choices)) if fits else math.inf
 
 
 def _note(problem: Priced) -> str:

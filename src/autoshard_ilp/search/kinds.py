@@ -8,6 +8,7 @@ as good. The best plan lies elsewhere as a rule, but close to one of these, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from autoshard_ilp.search.recipes import RECIPES
 Kept = Sequence[np.ndarray]
 """Per decision, the strategies that are left (bool)."""
 
-KINDS = ("fsdp", "zero1", "fsdp+megatron", "megatron")
+KINDS = ("fsdp+megatron", "megatron", "fsdp", "zero1")
 """Recipes, in the order in which they are tried."""
 
 PART = 0.6
@@ -73,11 +74,18 @@ def kinds_of(table: Any, program: Any, infos: Any, mesh: Any) -> Iterator[Kept]:
 def kinds_like(
     table: Any, program: Any, infos: Any, mesh: Any, like: np.ndarray | None, least: float
 ) -> Iterator[Kept]:
-    """Plans of coarser meshes first, of which at least so large a share of the choices of a plan ``like`` them is; then
-    those of :func:`kinds_of`, whose other arguments these are."""
-    if like is not None:
-        yield from of_coarser_meshes(program, like, least)
+    """Plans of coarser meshes, of which at least so large a share of the choices of a plan ``like`` them is, and those of
+    :func:`kinds_of`, whose other arguments these are.
+
+    Of coarser meshes that are to be like the plan the first goes ahead: the recipes, which are next, take little time
+    each, since memory is settled by them. All coarser meshes go ahead where any will do (``least`` 0): of a program that
+    has so many strategies, recipes leave too many.
+    """
+    coarser = [] if like is None else list(of_coarser_meshes(program, like, least))
+    ahead = 1 if least else len(coarser)
+    yield from coarser[:ahead]
     yield from kinds_of(table, program, infos, mesh)
+    yield from coarser[ahead:]
 
 
 def of_coarser_meshes(program: Any, choices: np.ndarray, least: float = 0.0) -> Iterator[Kept]:
@@ -131,6 +139,7 @@ def starts_of_kinds(
     clock: Callable[[], float],
     cutoff: float,
     one: bool = False,
+    good: float = -math.inf,
 ) -> tuple[list[np.ndarray], bool]:
     """The best plans of some kinds, each better than those before, and whether that was interrupted.
 
@@ -142,6 +151,7 @@ def starts_of_kinds(
         clock: seconds that only grow.
         cutoff: objective, in seconds, that plans have to be below.
         one: the first such plan will do.
+        good: objective, in seconds, of a plan that will do.
     """
     until, plans = clock() + seconds, list[np.ndarray]()
     for kept in kinds:
@@ -154,6 +164,6 @@ def starts_of_kinds(
             plans.append(whole_choices(kept, found.choices))
         if found.report.get("interrupted"):
             return plans, True
-        if one and plans:
+        if plans and (one or cutoff <= good):
             break
     return plans, False
