@@ -74,12 +74,12 @@ def kinds_of(table: Any, program: Any, infos: Any, mesh: Any) -> Iterator[Kept]:
 def kinds_like(
     table: Any, program: Any, infos: Any, mesh: Any, like: np.ndarray | None, least: float
 ) -> Iterator[Kept]:
-    """Plans of coarser meshes, of which at least so large a share of the choices of a plan ``like`` them is, and those of
-    :func:`kinds_of`, whose other arguments these are.
+    """Plans of coarser meshes, of which at least so large a share of the choices of a plan ``like`` them is, and those
+    of :func:`kinds_of`, whose other arguments these are.
 
     Of coarser meshes that are to be like the plan the first goes ahead: the recipes, which are next, take little time
-    each, since memory is settled by them. All coarser meshes go ahead where any will do (``least`` 0): of a program that
-    has so many strategies, recipes leave too many.
+    each, since memory is settled by them. All coarser meshes go ahead where any will do (``least`` 0): of a program
+    that has so many strategies, recipes leave too many.
     """
     coarser = [] if like is None else list(of_coarser_meshes(program, like, least))
     ahead = 1 if least else len(coarser)
